@@ -9,7 +9,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
 EXTENSION_SOURCES := setup.py $(wildcard src/flashtile/csrc/* src/flashtile/csrc/cpu/* src/flashtile/csrc/exec/*) src/flashtile/include/flashtile/attn/params.cuh
 
-.PHONY: test test-gpu test-install test-integrations test-versions test-thunder test-vllm check sanitize sanitize-cpu lint format bench compile-all docs docs-check clean
+.PHONY: test test-gpu test-install test-integrations test-versions test-thunder test-vllm check sanitize sanitize-cpu lint format bench compile-all docs docs-check wheels lint-workflows clean
 
 # One worker more than cores: some tests wait for processes of their own
 test: .venv/extension
@@ -22,7 +22,7 @@ test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu \
 		$$($(PYTHON) -c 'import importlib.util as u; print("-n $(GPU_JOBS) --dist worksteal" if u.find_spec("xdist") else "")') $(GPU_TESTS)
 
-# pip, pip without torch, uv, a source distribution, no compiler: about two minutes
+# pip, pip without torch, uv, a source distribution, wheels, no compiler: about two minutes
 test-install: .venv/ready
 	$(BIN)/python tools/try_install.py
 
@@ -98,8 +98,21 @@ docs: .venv/ready
 docs-check: .venv/ready
 	$(BIN)/python tools/make_docs.py --check
 
+# Everything that a release consists of, checked, in dist/. Wheels for a machine of another kind are cross-built. WHEELS takes more options, as in
+# `make wheels WHEELS="--machine x86_64"`
+wheels: .venv-wheels/ready
+	.venv-wheels/bin/python tools/make_wheels.py $(WHEELS)
+
+# .github/ and CITATION.cff against their schemas
+CHECK_SCHEMA = .venv-wheels/bin/check-jsonschema --builtin-schema
+lint-workflows: .venv-wheels/ready
+	$(CHECK_SCHEMA) vendor.github-workflows .github/workflows/*.yml
+	$(CHECK_SCHEMA) vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(CHECK_SCHEMA) vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(CHECK_SCHEMA) vendor.citation-file-format CITATION.cff
+
 clean:
-	rm -rf .venv .venv-integrations .venv-thunder .venv-vllm .venv-versions build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-integrations .venv-thunder .venv-vllm .venv-versions .venv-wheels build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 .venv/ready: pyproject.toml requirements-dev.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "flashtile needs Python 3.10 or newer, this is " + sys.version)'
@@ -135,4 +148,11 @@ clean:
 	.venv-vllm/bin/python -m pip install --quiet --no-deps vllm==0.32.0
 	.venv-vllm/bin/python -m pip install --quiet aiohttp cbor2 openai openai_harmony psutil pyzmq
 	FLASHTILE_EXTENSION=1 .venv-vllm/bin/python setup.py --quiet build_ext --inplace
+	touch $@
+
+# Of torch the headers alone are needed
+.venv-wheels/ready: requirements-release.txt
+	$(PYTHON) -m venv .venv-wheels
+	.venv-wheels/bin/python -m pip install --quiet -r requirements-release.txt
+	.venv-wheels/bin/python -m pip install --quiet --no-deps $(TORCH)
 	touch $@

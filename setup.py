@@ -10,17 +10,13 @@ compiled CUDA kernels for those architectures into the package.
 from __future__ import annotations
 
 import os
-import platform
 import re
-import shlex
 import shutil
-import site
 import subprocess
 import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NoReturn
 
 import setuptools
 from setuptools import Extension, setup
@@ -32,10 +28,13 @@ try:
     from setuptools.command.bdist_wheel import bdist_wheel
 except ImportError:
     sys.exit(f"flashtile: building needs setuptools 77 or newer, and this is {setuptools.__version__}. Upgrade it.")
+sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
+from build_backend import fail, has_extension, require_torch_and_compiler
 
 CSRC = Path("src/flashtile/csrc")
 SOURCES = {
     "module.cpp": [],
+    "old_symbols.cpp": [],
     "exec/attention.cpp": [],
     "exec/driver.cpp": [],
     "exec/executor.cpp": [],
@@ -50,7 +49,7 @@ SOURCES = {
     "cpu/engine_baseline.cpp": [],
     "cpu/engine_baseline_f64.cpp": [],
 }
-if platform.machine().lower() in ("x86_64", "amd64"):
+if sysconfig.get_platform().endswith(("-x86_64", "-amd64")):  # the build's target, where that is another machine
     # Chosen at run time: nothing else may be compiled with these
     avx2 = ["-mavx2", "-mfma", "-mf16c"]
     avx512 = [*avx2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
@@ -64,36 +63,6 @@ FLAGS = [
 ]
 TORCH_TARGET_VERSION = "0x020a000000000000"  # 2.10
 PYTHON_TAG = "cp310"  # with the limited API of that version
-
-
-def find_torch() -> Path | None:
-    """The folder of the installed torch. Only its headers and libraries are needed; an isolated build cannot import
-    it."""
-    paths = [sysconfig.get_path("platlib"), sysconfig.get_path("purelib"), *sys.path, site.getusersitepackages()]
-    for path in paths:
-        torch = Path(path) / "torch"
-        if (torch / "include" / "torch" / "csrc" / "stable" / "c" / "shim.h").is_file():
-            return torch
-    return None
-
-
-def require_torch_and_compiler() -> Path:
-    """The folder of torch. Ends the build with one message where something is missing."""
-    torch = find_torch()
-    if torch is None:
-        fail(
-            "torch 2.10 or newer is not there, or an isolated build hides it. Install torch and setuptools 77 or newer "
-            "first, then run `pip install --no-build-isolation .` or `uv pip install --no-build-isolation .`"
-        )
-    compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++")[0]
-    if shutil.which(compiler) is None:
-        fail(f"there is no C++ compiler ({compiler}). Install g++ or clang++, or name one with CXX")
-    return torch
-
-
-def fail(reason: str) -> NoReturn:
-    way_out = "To install without the extension, which is slower, set FLASHTILE_EXTENSION=0"
-    sys.exit(f"flashtile: the C++ extension cannot be built: {reason}. {way_out}.")
 
 
 class BuildExtension(build_ext):
@@ -170,10 +139,7 @@ class Wheel(bdist_wheel):
 
 
 def extensions() -> list[Extension]:
-    wanted = os.environ.get("FLASHTILE_EXTENSION") or "1"
-    if wanted not in ("0", "1"):
-        sys.exit(f"flashtile: FLASHTILE_EXTENSION: got {wanted!r}; accepted: 0 or 1.")
-    if wanted == "0":
+    if not has_extension():
         return []
     extension = Extension(
         "flashtile._C",

@@ -24,7 +24,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 from flashtile.cli.kernel_jobs import keys_of_all_lengths
 from flashtile.kernels import families
@@ -45,7 +44,7 @@ _NAME = re.compile(rb"_Z\w+|_INTERNAL_\w+|__unnamed_\d+")
 _COMMENT = re.compile(rb"//[^\n]*")
 
 
-def features_in_turn(family: Family[Any]) -> Iterator[Features]:
+def features_in_turn(family: Family) -> Iterator[Features]:
     """Each option alone, a band with lengths, and all that the family takes."""
     own = [field for field in fields(Features) if field.name in family.features and field.name != "bias_dtype"]
     options = {field.name: True for field in own if field.default is False}
@@ -59,7 +58,7 @@ def features_in_turn(family: Family[Any]) -> Iterator[Features]:
     yield Features(**options, **bias)
 
 
-def keys(family: Family[Any], arch: Arch) -> Iterator[PlanKey]:
+def keys(family: Family, arch: Arch) -> Iterator[PlanKey]:
     """The calls whose kernels are compared."""
     grad_sets: tuple[tuple[str, ...] | None, ...] = family.grad_sets or (None,)
     bands = (False, True) if "has_band" in family.features else (False,)

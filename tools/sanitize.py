@@ -34,7 +34,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -45,7 +45,7 @@ from flashtile.cli.kernel_jobs import head_dims
 from flashtile.kernels import assemble, families
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.families import Family
-from flashtile.kernels.mutation import mutations
+from flashtile.kernels.mutation import Mutation, mutations
 from flashtile.kernels.plan import LaunchPlan
 from flashtile.kernels.spec import DTYPES, CallLayout, Features, PlanKey
 from flashtile.lab.bench import device as facts
@@ -76,29 +76,17 @@ KILL_S = 2.5  # before the end of --seconds what still runs is killed
 GRAD_NAMES = GradNeeds._fields
 
 
-class Build(NamedTuple):
-    """Kernels that are compiled another way for a tool."""
-
-    define: str
-    entries: re.Pattern[str]  # in the C++ names of those kernels
-
-
-# Machine code that a tool misreads (docs/check.md)
-BUILDS = {
+# How kernels that a tool misreads are compiled for it; families say which these are (Family.misread_by, docs/check.md)
+DEFINES = {
     # Warps that meet at a barrier from several places count as divergent (ptx/block_barrier.cuh)
-    "synccheck": Build("FT_ONE_BARRIER", re.compile(r"decode_sm90_|fwd_sm80_(f32_)?kernel<.*Mask<true")),
+    "synccheck": "FT_ONE_BARRIER",
     # A copy of 2 out of 4 bytes counts as a read of 4 (ptx/cp_async.cuh)
-    "memcheck": Build("FT_EXACT_COPIES", re.compile(r"_sm80_.*Load<false>")),
+    "memcheck": "FT_EXACT_COPIES",
     # An arrival orders the accesses of its own thread alone (ptx/mbarrier.cuh)
-    "racecheck": Build("FT_LANE_ARRIVALS", re.compile(r"_sm90_")),
+    "racecheck": "FT_LANE_ARRIVALS",
 }
 # Of a block: racecheck and synccheck count for themselves, and miss barriers that are initialised in loops
 NUM_MBARRIERS = 64
-# Families whose blocks wait for flags in a workspace that nobody has written (kernels/decode_sm90.cuh, Parts). Here it
-# is written, or initcheck would report each wait.
-FLAGS = {"decode_sm90": "partial_stats"}
-# Families that take few queries alone, and how many their jobs have
-FEW_QUERIES = {"decode_sm90": 5}
 
 
 @dataclass(frozen=True)
@@ -112,7 +100,7 @@ class Job:
 
     def run(self) -> None:
         backend, family = registry.find(BACKEND), families.find(self.family)
-        with choosing(family, self.row), flags_written(family.name):
+        with choosing(family, self.row), flags_written(family):
             if family.op == "forward" or not self.grads:
                 warm(self.trial, backend, "cuda")
                 return
@@ -126,7 +114,7 @@ class Job:
 
 
 @contextmanager
-def choosing(family: Family[Any], row: int | None) -> Iterator[None]:
+def choosing(family: Family, row: int | None) -> Iterator[None]:
     """Calls take the family, and the row at this index for each of its kernels. Some families refuse deterministic
     calls."""
     rows = {} if row is None else dict.fromkeys(family.kernels, row)
@@ -142,18 +130,19 @@ def choosing(family: Family[Any], row: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def flags_written(family: str) -> Iterator[None]:
-    """Inside, the workspace with the family's flags is zeros, which the Python executor writes."""
-    if family not in FLAGS:
+def flags_written(family: Family) -> Iterator[None]:
+    """Inside, the workspace with flags that the family's blocks wait for is zeros, which the Python executor writes:
+    initcheck would report each wait."""
+    if not family.flags_workspace:
         yield
         return
     lay_out = executor.lay_out_workspaces
 
     def with_zeros(plan: LaunchPlan, values: dict[str, int]) -> executor.WorkspaceLayout:
         found = lay_out(plan, values)
-        if (start := found.offsets.get(FLAGS[family])) is None:
+        if (start := found.offsets.get(family.flags_workspace)) is None:
             return found
-        (part,) = (part for part in plan.workspaces if part.name == FLAGS[family])
+        (part,) = (part for part in plan.workspaces if part.name == family.flags_workspace)
         size = part.element_bytes * math.prod(values[name] for name in part.values)
         return found._replace(zeroed=(*found.zeroed, slice(start, start + size)))
 
@@ -189,24 +178,24 @@ def all_jobs(
     return jobs
 
 
-def row_jobs(family: Family[Any], dtype: str, dims: tuple[int, int], arch: Arch) -> Iterator[Job]:
+def row_jobs(family: Family, dtype: str, dims: tuple[int, int], arch: Arch) -> Iterator[Job]:
     for grads in family.grad_sets or ((),):
         options: dict[str, Any] = {"bias": "hqk"} if "dbias" in grads else {}
-        options |= {"seqlen_q": FEW_QUERIES[family.name]} if family.name in FEW_QUERIES else {}
+        options |= {"seqlen_q": family.few_queries} if family.few_queries is not None else {}
         options |= {"has_sinks": True} if "dsinks" in grads else {}
         key = key_of(dtype, dims, arch, grads)
         launched = {step.name.removesuffix("_kernel") for step in family.launch(key, CallLayout("bhsd", ())).steps}
         found = [family.rows(kernel, key) for kernel in family.kernels if kernel in launched]
         for index in range(max(map(len, found))):
             rows = [some[min(index, len(some) - 1)] for some in found]
-            tile = max(max(row.block_m, row.block_n) for row in rows)
+            tile = max(max(row.owned, row.streamed) for row in rows)
             yield Job(trial(dtype, *dims, tile, False, **options), family.name, grads, index)
             if family.op == "forward":  # a band has its own ways through the epilogue
                 yield Job(trial(dtype, *dims, tile, False, causal="bottom_right", **options), family.name, grads, index)
     if family.op == "forward":  # few queries, whose heads may share a tile
         yield Job(trial(dtype, *dims, 128, False, seqlen_q=3), family.name)
         # Few keys, which one tile may hold
-        yield Job(trial(dtype, *dims, 64, False, seqlen_q=FEW_QUERIES.get(family.name, 67), seqlen_k=203), family.name)
+        yield Job(trial(dtype, *dims, 64, False, seqlen_q=family.few_queries or 67, seqlen_k=203), family.name)
 
 
 def key_of(dtype: str, dims: tuple[int, int], arch: Arch, grads: tuple[str, ...]) -> PlanKey:
@@ -254,11 +243,11 @@ CROWDS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
 )
 
 
-def special_jobs(family: Family[Any], dtype: str, arch: Arch) -> Iterator[Job]:
+def special_jobs(family: Family, dtype: str, arch: Arch) -> Iterator[Job]:
     """Lengths, pages, splits, narrow loads, masks and dropout, on the rows that a call would take."""
     rows = [row for row in family.every_row(dtype) if row.unfit(arch) is None]
-    num_queries = FEW_QUERIES.get(family.name, max(row.block_m for row in rows) + 8)
-    sizes = {"seqlen_q": num_queries, "seqlen_k": 2 * max(row.block_n for row in rows) + 44}
+    num_queries = family.few_queries or max(row.num_queries for row in rows) + 8
+    sizes = {"seqlen_q": num_queries, "seqlen_k": 2 * max(row.num_keys for row in rows) + 44}
     plain = Case(batch=2, heads=2, heads_kv=1, head_dim=40, head_dim_v=24, dtype=getattr(torch, dtype), **sizes)
     is_forward = family.op == "forward"
     changes = list(SPECIAL)
@@ -272,8 +261,8 @@ def special_jobs(family: Family[Any], dtype: str, arch: Arch) -> Iterator[Job]:
 
 def defines_for(tool: str, entry: str) -> list[str]:
     """What the kernel of this name is compiled with for a tool."""
-    build = BUILDS.get(tool)
-    return [build.define] if build is not None and build.entries.search(entry) else []
+    misread = (family.misread_by.get(tool) for family in families.all_families())
+    return [DEFINES[tool]] if any(pattern and re.search(pattern, entry) for pattern in misread) else []
 
 
 @contextmanager
@@ -413,15 +402,21 @@ def faults(tool: str, arch: Arch, names: Sequence[str] | None = None) -> list[st
     reachable = [
         mutation
         for mutation in mutations()
-        if families.is_reachable(mutation, arch) and (names is None or mutation.family in (None, *names))
+        if families.is_reachable(mutation, arch) and (names is None or _family_name(mutation) in (None, *names))
     ]
     return [mutation.name for mutation in reachable if tools.get(mutation.name, mutation.tool) == tool]
 
 
+def _family_name(mutation: Mutation) -> str | None:
+    family = families.fault_family(mutation)
+    return None if family is None else family.name
+
+
 def run_fault(name: str) -> None:
     (mutation,) = (mutation for mutation in mutations() if mutation.name == name)
-    dtype = "float32" if mutation.family is None else families.find(mutation.family).dtypes[-1]
-    has_backward = mutation.family is None or families.find(mutation.family).op == "backward"
+    family = families.fault_family(mutation)
+    dtype = "float32" if family is None else family.dtypes[-1]
+    has_backward = family is None or family.op == "backward"
     with mutants.broken(name):
         warm(trial(dtype, 64, 64, 64, has_backward), registry.find(BACKEND), "cuda")
         torch.cuda.synchronize()

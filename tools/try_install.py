@@ -1,11 +1,14 @@
-"""Installs flashtile in five ways, each in a virtual environment of its own, and looks at what came of it.
+"""Installs flashtile in six ways, each in a virtual environment of its own, and looks at what came of it.
 
 .venv/bin/python tools/try_install.py [way ...]        or: make test-install
 
     pip           `pip install .` where torch is installed: with the extension
-    no-torch      where it is not: fails with one clear message; FLASHTILE_EXTENSION=0 installs pure Python
+    no-torch      where it is not: fails with one clear message, before anything of the dependencies is downloaded;
+                  FLASHTILE_EXTENSION=0 installs pure Python
     uv            `uv pip install .` fails alike; with --no-build-isolation it installs the extension
     sdist         a source distribution, and the wheel built from it: with the extension
+    wheels        the pure-Python wheel of `make wheels` and the one of the sdist side by side: pip takes the one with
+                  the extension, and the pure one on another platform
     no-compiler   fails alike; FLASHTILE_EXTENSION=0 installs pure Python
 
 Packages are not downloaded again: the environments link to those of the Python that runs this script, which needs
@@ -99,13 +102,14 @@ class Place:
         status, output = self.run(*command, **variables)
         expect(status == 0, "the installation failed", output)
 
-    def refused(self, *command: str | Path, reason: str, **variables: str) -> None:
-        """The installation fails, and its output has the one line that says why and what to do."""
+    def refused(self, *command: str | Path, reason: str, **variables: str) -> str:
+        """The installation fails, and its output has the one line that says why and what to do. Returns the output."""
         status, output = self.run(*command, **variables)
         said = " ".join(output.split())
         expect(status != 0, "the installation succeeded without the extension", output)
         for words in (NO_EXTENSION, reason, WAY_OUT):
             expect(words in said, f"the output does not say {words!r}", output)
+        return output
 
     def check(self, python: Path, has_extension: bool, is_used: bool = True) -> str:
         """What is installed is what the tag says, and works. Returns the tag."""
@@ -134,9 +138,10 @@ def with_pip(place: Place) -> str:
 
 def without_torch(place: Place) -> str:
     python = place.environment("no-torch", has_packages=False)
-    command = (python, "-m", "pip", "install", "--no-deps", ".")
-    place.refused(*command, reason="torch 2.10 or newer is not there")
-    place.install(*command, FLASHTILE_EXTENSION="0")
+    command = (python, "-m", "pip", "install", ".")
+    output = place.refused(*command, reason="torch 2.10 or newer is not there")
+    expect("Collecting" not in output, "dependencies were looked at before the build failed", output)
+    place.install(*command, "--no-deps", FLASHTILE_EXTENSION="0")
     return place.check(python, has_extension=False, is_used=False)
 
 
@@ -164,6 +169,26 @@ def from_sdist(place: Place) -> str:
     return place.check(python, has_extension=True)
 
 
+def from_wheels(place: Place) -> str:
+    python, folder = place.environment("wheels"), place.folder / "wheels-dist"
+    # The sdist of `sdist`, if that has run: it has built the wheel with the extension
+    if not list((place.folder / "dist").glob("*.whl")):
+        place.install(python, "-m", "build", "--no-isolation", "--wheel", "--outdir", place.folder / "dist")
+    folder.mkdir()
+    (built,) = (place.folder / "dist").glob("flashtile-*.whl")
+    shutil.copy2(built, folder)
+    build = ("setup.py", "--quiet", "build", "--build-base", place.folder / "pure", "bdist_wheel", "--dist-dir", folder)
+    place.install(python, *build, FLASHTILE_EXTENSION="0")
+    command = (python, "-m", "pip", "install", "--no-index", "--find-links", folder, "flashtile")
+    place.install(*command)
+    tag = place.check(python, has_extension=True)
+    windows = ("--platform", "win_amd64", "--only-binary", ":all:", "--no-deps", "--target", place.folder / "windows")
+    place.install(*command, *windows)
+    expect((place.folder / "windows" / "flashtile" / "api.py").is_file(), "the pure wheel was not installed")
+    expect(not list((place.folder / "windows" / "flashtile").glob("_C.*")), "Windows got the extension")
+    return tag
+
+
 def without_compiler(place: Place) -> str:
     python = place.environment("no-compiler")
     command = (python, "-m", "pip", "install", ".")
@@ -178,6 +203,7 @@ WAYS: dict[str, Callable[[Place], str]] = {
     "no-torch": without_torch,
     "uv": with_uv,
     "sdist": from_sdist,
+    "wheels": from_wheels,
     "no-compiler": without_compiler,
 }
 

@@ -1,5 +1,5 @@
-"""Times the tiles of the simt backward kernels, full and causal, float32, B=4 H=16 S=4096. They order the rows of
-kernels/families/bwd_simt.py.
+"""Times the tiles of the simt backward kernels, full and causal, float32, B=4 H=16 S=4096. They order the lines of
+kernels/families/tiles.csv.
 
 PYTHONPATH=src python tools/tune_simt.py        writes results/<device>/simt_tiles.csv; of the forward: flashtile bench
 --tiles
@@ -16,7 +16,7 @@ import torch
 
 from flashtile.backends import call, cuda, executor
 from flashtile.kernels import assemble, families
-from flashtile.kernels.families.simt import SimtRow
+from flashtile.kernels.families import Tile
 from flashtile.kernels.spec import CallLayout, Features, PlanKey
 from flashtile.lab.bench import device as facts
 from flashtile.lab.bench.timing import median_ms
@@ -33,18 +33,18 @@ TILES = {
 def main() -> None:
     arch = cuda._arch(0)
     assert arch is not None
+    family, steps = families.find("bwd_simt"), {}
     rows = [
-        SimtRow(kernel, "float32", "float32", d, d, *tile)
+        family.row(Tile(kernel, ("float32",), d, d, owned, streamed, 32 * num_warps), "float32")
         for kernel, dims in TILES.items()
         for d, tiles in dims.items()
-        for tile in tiles
+        for owned, streamed, num_warps in tiles
     ]
-    family, steps = families.find("bwd_simt"), {}
     for row in rows:
         for is_causal in (False, True):
             dims = row.head_dim, row.head_dim_v
             key = PlanKey("float32", "float32", *dims, Features(has_band=is_causal), arch, ("dq", "dk", "dv"))
-            (steps[row, is_causal],) = family.launch_row(row, key, CallLayout("bhsd", ())).steps
+            steps[row, is_causal] = family.step(row, key, CallLayout("bhsd", ()))
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda step: executor.function(step.unit, step.entry, arch.name), steps.values()))
     environment = asdict(facts.environment("cuda", [], "python tools/tune_simt.py"))
@@ -113,15 +113,15 @@ def main() -> None:
                 row.kernel,
                 row.head_dim,
                 entry["is_causal"],
-                row.block_m,
-                row.block_n,
-                row.num_warps,
+                row.owned,
+                row.streamed,
+                row.num_threads // 32,
                 row.shared_bytes,
             )
             writer.writerow((*tile, *(entry[name] for name in head[7:]), *environment.values()))
             mask, tile_text = (
                 "causal" if entry["is_causal"] else "full",
-                f"{row.block_m} x {row.block_n}, {row.num_warps} warps",
+                f"{row.owned} x {row.streamed}, {row.num_threads // 32} warps",
             )
             speed = f"{entry['median_ms']:8.3f} ms {entry['tflops']:6.1f} TFLOP/s"
             print(f"{row.kernel:14} d={row.head_dim:<4}{mask:7}{tile_text:18}{speed}  {entry['registers']} registers")

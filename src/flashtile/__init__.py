@@ -1,7 +1,9 @@
 """flashtile: IO-aware attention for PyTorch. `flashtile.attention` is the place to start."""
 
+import importlib
 import os
 import warnings
+from typing import Any
 
 with warnings.catch_warnings():
     # torch's imports warn where NumPy is not installed. Nothing here needs it
@@ -34,9 +36,18 @@ __all__ = [
     "flash_attn_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "install",
     "prewarm",
     "scaled_dot_product_attention",
+    "uninstall",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`install` and `uninstall`, whose module is imported when one of them is asked for."""
+    if name in ("install", "uninstall"):
+        return getattr(importlib.import_module("flashtile.integrations.torch_ops"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -20,12 +20,12 @@ from flashtile.cli.main import app
 from flashtile.errors import unsupported
 from flashtile.kernels import families
 from flashtile.kernels.arch import ARCHS, Arch
-from flashtile.kernels.families.simt import HEAD_DIMS
 from flashtile.kernels.spec import DTYPES, Features
 from flashtile.runtime import cache, toolchain
 from flashtile.runtime.nvrtc import Compiled, CompileError
 from flashtile.runtime.toolchain import Toolchain
 
+HEAD_DIMS = tuple(head_dim for head_dim, _ in families.find("fwd_simt").head_dims)
 LOG = """ptxas info    : Compiling entry function 'symbol' for 'sm_90'
     {stack} bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads
 ptxas info    : Used {registers} registers, used 1 barriers, {shared} bytes smem

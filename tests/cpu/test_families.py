@@ -3,12 +3,16 @@ up."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import importlib.util
 import itertools
 import math
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import fake_gpu
 import pytest
@@ -19,10 +23,12 @@ from flashtile.backends import cuda, native
 from flashtile.cli import compile as compile_command
 from flashtile.cli import kernel_jobs
 from flashtile.errors import Unsupported
-from flashtile.kernels import assemble, families, speeds
-from flashtile.kernels.arch import ARCHS, arch_here, arch_named
+from flashtile.kernels import assemble, families, mutation, speeds
+from flashtile.kernels.arch import ARCHS, arch_here, arch_named, arch_of
+from flashtile.kernels.families import tiles
 from flashtile.kernels.length_class import ManyScores
 from flashtile.kernels.spec import DTYPES, CallLayout, Features, PlanKey
+from flashtile.lab.check import mutants
 from flashtile.problem import Problem, Shape
 from flashtile.testing import Case
 
@@ -30,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toy_family"))
 from toy import FwdToy
 
 HOPPER = ARCHS[90]
+LAYOUT = CallLayout("bhsd", ())
 PLAIN = PlanKey("bfloat16", "bfloat16", 128, 128, Features(), HOPPER)
 
 
@@ -119,6 +126,105 @@ def test_rows_fit_some_architecture_and_labels_tell_them_apart(family: families.
     assert len({(row.kernel, row.head_dim, row.head_dim_v, row.label) for row in rows}) == len(rows) == len(set(rows))
     assert all(any(row.unfit(arch) is None for arch in ARCHS.values() if family.runs_on(arch)) for row in rows)
     assert set(family.kernels) == {row.kernel for row in rows}
+
+
+# The table of tiles
+
+LINES = FwdToy.table.read_text().splitlines()
+
+
+def toy_of(lines: list[str], tmp_path: Path) -> FwdToy:
+    """The toy family with another table."""
+    family = FwdToy()
+    family.table = tmp_path / "tiles.csv"
+    family.table.write_text("\n".join(lines) + "\n")
+    return family
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("fwd_toy,float32,32,32,64,16,64,,,", "tiles.csv, line 2: got 10 cells; accepted: 11"),
+        ("fwd_toy,float32,32,32,64,,64,,,,", "tiles.csv, line 2, streamed: got ''; accepted: a positive number"),
+        ("fwd_toy,float32,0,32,64,16,64,,,,", "tiles.csv, line 2, d: got '0'; accepted: a positive number"),
+        ("fwd_toy,float64,32,32,64,16,64,,,,", "tiles.csv, line 2, dtypes: got 'float64'; accepted: some of float32"),
+        ("fwd_toy,float32,32,32,64,16,64,stages,,,", "line 2, knobs: got 'stages'; accepted: name=number"),
+        ("fwd_toy,float32,32,32,64,16,64,stages=2,,,", "line 2, knobs: got stages; accepted: none"),
+        ("fwd_toy,float32,32,32,64,16,64,,band wide,,", "line 2: got 'wide'; accepted: options>1 or so, or one of "),
+        ("fwd_toy,float32,32,32,64,16,64,,,!sm_91,", "line 2: got 'sm_91'; accepted: options>1 or so, or one of "),
+        (LINES[2] + "twice", "tiles.csv, line 3: got the tile of tiles.csv, line 2 again; accepted: a tile that"),
+    ],
+)
+def test_a_wrong_line_of_the_table_is_named(line: str, error: str, tmp_path: Path) -> None:
+    family = toy_of([LINES[0], line, LINES[2]], tmp_path)
+    with pytest.raises(ValueError, match=re.escape(error)):
+        families.register(family)
+    assert family not in families.all_families()
+
+
+def test_a_wrong_header_of_the_table_is_an_error(tmp_path: Path) -> None:
+    family = toy_of([LINES[0].replace("owned", "block_m"), *LINES[1:]], tmp_path)
+    with pytest.raises(ValueError, match=r"tiles.csv: got columns kernel, dtypes, d, d_v, block_m, "):
+        families.register(family)
+
+
+def test_a_new_head_dim_is_one_line_and_a_forgotten_kernel_is_an_error(tmp_path: Path) -> None:
+    family = families.find("bwd_sm90")
+    text = tiles.TABLE.read_text()
+    (line,) = (line for line in text.splitlines() if line.startswith("bwd_sm90,") and ",64,64,128,64," in line)
+    table = tmp_path / "tiles.csv"
+    table.write_text(f"{text}{line.replace(',64,64,128,64,', ',32,32,128,64,')}\n")
+    found = tiles.tiles_of(table, family.kernel_types, frozenset())
+    # The tiles of the bias gradient are for every pair
+    assert {tile.dims for tile in found["bwd_sm90_dbias"]} == {(32, 32), *family.head_dims}
+    other = tmp_path / "others.csv"
+    dbias = "bwd_sm90_dbias,float16 bfloat16,"
+    assert f"{dbias}*,*," in text
+    other.write_text(text.replace(f"{dbias}*,*,", f"{dbias}64,64,"))
+    error = "got head dims 96, 96 in float16 for bwd_sm90 alone; accepted: a tile of bwd_sm90_dbias for them, too"
+    with pytest.raises(ValueError, match=error):
+        tiles.tiles_of(other, family.kernel_types, frozenset())
+
+
+def test_a_line_of_an_unknown_kernel_is_an_error() -> None:
+    known = [kernel for family in families.all_families() for kernel in family.kernels]
+    tiles.check_kernels(tiles.TABLE, known)
+    with pytest.raises(ValueError, match=r"tiles.csv, line \d+: got 'fwd_simt'; accepted: one of "):
+        tiles.check_kernels(tiles.TABLE, [name for name in known if name != "fwd_simt"])
+
+
+def test_words_of_a_tile_hold_together_or_in_turn() -> None:
+    plain = tiles.words_of(PLAIN, (128, 128), 0)
+    assert plain == {"bfloat16", "sm_90", "highest"}
+    call = change(head_dim=120, bias_dtype="float32", has_lengths=True, is_aligned16=False)
+    words = tiles.words_of(call, (128, 128), 2)
+    assert words - plain == {"bias", "float_bias", "lengths", "unaligned", "padded", "options>0", "options>1"}
+    one = tiles.Condition(frozenset({"bias", "lengths"}), frozenset({"paged"}))
+    assert one.holds(words)
+    assert not one.holds(words | {"paged"})
+    assert not one.holds(plain)
+    # A GPU that is not in ARCHS takes the tiles of the one whose limits it takes
+    arch = arch_of(10, 3)
+    assert arch is not None
+    assert "sm_100" in tiles.words_of(change(arch=arch), (128, 128), 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "dtype", "expected"),
+    [
+        ("bwd_sm90_f32", 128, "float32", "64 keys x 64 queries"),
+        ("bwd_sm90_f32", 256, "float32", "64 keys x 32 queries"),
+        ("bwd_sm80", 64, "bfloat16", "128 keys x 32 queries"),
+        ("bwd_sm90", 128, "bfloat16", "128 keys x 64 queries"),
+        ("fwd_sm90", 128, "bfloat16", "192 queries x 128 keys"),
+    ],
+)
+def test_a_step_says_what_its_block_owns(name: str, head_dim: int, dtype: str, expected: str) -> None:
+    family = families.find(name)
+    grads = ("dq", "dk", "dv") if family.op == "backward" else None
+    key = change(dtype=dtype, out_dtype=dtype, head_dim=head_dim, head_dim_v=head_dim, grads=grads)
+    steps = family.launch(key, CallLayout("bhsd", ())).steps
+    assert next(step for step in steps if step.shared_bytes).tile == expected
 
 
 # Choice
@@ -257,7 +363,9 @@ def test_a_toy_family_is_taken_up_by_everything(toy: FwdToy, tmp_path: Path, mon
         with families.forced("fwd_toy"):
             assemble.clear_plans()
             explained = flashtile.explain(args.q, args.k, args.v, causal=True, backend="cuda")
-            assert explained.details["fwd_toy_kernel"].startswith("tile 64 x 16, 2 warps, 4 KiB of shared memory")
+            assert explained.details["fwd_toy_kernel"].startswith(
+                "tile 64 queries x 16 keys, 2 warps, 4 KiB of shared memory"
+            )
             flashtile.attention(args.q, args.k, args.v, causal=True, backend="cuda")
         (numbers, _), *more = recorder.launches()
         assert not more
@@ -281,6 +389,67 @@ def test_a_toy_family_compiles_and_python_and_c_plus_plus_agree(toy: FwdToy) -> 
         "shared bytes" in problem
         for problem in compile_command.compile_job(dataclasses.replace(job, step=wrong)).problems
     )
+
+
+def test_a_toy_family_meets_the_faults_and_the_sanitizers(toy: FwdToy) -> None:
+    """No tool has a list of families."""
+    fault = mutation.Mutation("fwd_toy_rescale", "O keeps its old scale", None)
+    shared = mutation.Mutation("skip_rescale", "the same, in a shared header", None)
+    assert (families.fault_family(fault), families.fault_kind(fault)) == (toy, "rescale")
+    assert families.families_with(fault) == (toy,)
+    assert families.is_reachable(fault, ARCHS[61])
+    assert mutants.needs_of(fault) == {**mutants.NEEDS["rescale"], **toy.fault_needs["rescale"]}
+    assert mutants.needs_of(fault)["head_dim"] == 32
+    assert (families.fault_family(shared), families.fault_kind(shared)) == (None, "skip_rescale")
+    assert [family.name for family in families.families_with(shared)] == ["fwd_simt", "bwd_simt"]
+    (step,) = toy.launch(change(dtype="float32", out_dtype="float32", head_dim=32, head_dim_v=32), LAYOUT).steps
+    sanitize = load_tool("sanitize")
+    assert sanitize.defines_for("racecheck", step.entry) == ["FT_LANE_ARRIVALS"]
+    assert sanitize.defines_for("memcheck", step.entry) == []
+    jobs = sanitize.all_jobs(HOPPER, ["float32"], [32], ["fwd_toy"])
+    assert {job.family for job in jobs} == {"fwd_toy"}
+    assert {job.row for job in jobs} == {0, 1, None}
+
+
+def load_tool(name: str) -> ModuleType:
+    path = Path(__file__).resolve().parents[2] / "tools" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_longest_name_is_the_family_of_a_fault() -> None:
+    names = {fault.name: families.fault_family(fault) for fault in mutation.mutations()}
+    assert names["bwd_sm90_f32_wide_rows"] is families.find("bwd_sm90_f32")
+    assert names["bwd_sm90_wide_tail"] is families.find("bwd_sm90_wide")
+    assert names["fwd_sm90_short_tail"] is families.find("fwd_sm90_short")
+    assert names["decode_sm90_weight"] is families.find("decode_sm90")
+
+
+def numbers_compared(path: Path) -> list[str]:
+    """Lines that compare the number of an architecture with a literal or a constant."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+        has_number = any(isinstance(side, ast.Attribute) and side.attr == "number" for side in sides)
+        is_literal = any(isinstance(side, (ast.Constant, ast.Tuple)) for side in sides)
+        is_constant = any(isinstance(side, ast.Name) and side.id.isupper() and side.id != "ARCHS" for side in sides)
+        if has_number and (is_literal or is_constant):
+            found.append(f"{path.name}:{node.lineno}")
+    return found
+
+
+def test_arch_py_alone_compares_sm_numbers(tmp_path: Path) -> None:
+    source = Path(flashtile.__file__).parent
+    assert [line for path in source.rglob("*.py") if path.name != "arch.py" for line in numbers_compared(path)] == []
+    wrong = tmp_path / "wrong.py"
+    for condition in ("arch.number >= 80", "arch.number in (80, 90)", "key.arch.number < _AMPERE"):
+        wrong.write_text(f"x = {condition}\n")
+        assert numbers_compared(wrong) == ["wrong.py:1"]
 
 
 FULL, CHUNK, DECODE = (2, 16, 16, 4096, 4096), (4, 32, 8, 2048, 10240), (8, 32, 8, 1, 4096)
@@ -347,6 +516,9 @@ def test_what_calls_take(op, dim, sizes, features, on_hopper, on_ampere):
         assert families.select(key).name == expected
 
 
+MMA_SYNC = {"forward": ("fwd_sm80", "fwd_sm80_wide"), "backward": ("bwd_sm80", "bwd_sm80_wide")}
+
+
 @pytest.mark.parametrize("op", speeds.OPS)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_times_of_wgmma_say_nothing_of_a_gpu_without_it(op, head_dim):
@@ -355,19 +527,19 @@ def test_times_of_wgmma_say_nothing_of_a_gpu_without_it(op, head_dim):
     hopper = speeds.Kind("sm_90", op, "bfloat16", head_dim, (), is_large=True)
     for arch in ("sm_80", "sm_120"):
         plain = hopper._replace(arch=arch)
-        ours = min(us for name in speeds.MMA_SYNC[op] if (us := speeds.time_us(name, plain)) is not None)
-        assert speeds.time_us("triton", plain) == pytest.approx(max(ours, speeds.time_us("triton", hopper)))
-        assert speeds.time_us("triton", plain) >= ours
+        ours = min(us for name in MMA_SYNC[op] if (us := families.provider_us(name, plain)) is not None)
+        assert families.provider_us("triton", plain) == pytest.approx(max(ours, families.provider_us("triton", hopper)))
+        assert families.provider_us("triton", plain) >= ours
         cost, cost_on_hopper = (
-            speeds.time_us("triton", kind._replace(options=("mask",), head_dim=128))
-            / speeds.time_us("triton", kind._replace(head_dim=128))
+            families.provider_us("triton", kind._replace(options=("mask",), head_dim=128))
+            / families.provider_us("triton", kind._replace(head_dim=128))
             for kind in (plain, hopper)
         )
         assert cost == pytest.approx(cost_on_hopper)
         assert speeds.best_known(plain)[0] not in speeds.BY_WGMMA
     for arch, dtype in (("sm_100", "bfloat16"), ("sm_80", "float32")):  # tcgen05; no tensor cores
         kind = hopper._replace(arch=arch, dtype=dtype)
-        assert speeds.time_us("triton", kind) == speeds.time_us("triton", kind._replace(arch="sm_90"))
+        assert families.provider_us("triton", kind) == families.provider_us("triton", kind._replace(arch="sm_90"))
 
 
 @pytest.mark.parametrize(
@@ -386,7 +558,7 @@ def test_the_tile_of_a_full_forward(dim, sizes, rows):
     classes = tuple((one, one.of(shape, 132)) for one in families.length_classes("forward"))
     key = PlanKey("bfloat16", "bfloat16", dim, dim, Features(), HOPPER, classes=classes)
     family = families.select(key)
-    assert (family.name, family.select("fwd_sm90", key).block_m) == ("fwd_sm90", rows)
+    assert (family.name, family.select("fwd_sm90", key).owned) == ("fwd_sm90", rows)
 
 
 @pytest.mark.parametrize("has_band", [False, True])
@@ -437,7 +609,7 @@ def test_the_fastest_without_a_drawback_is_taken(op: str) -> None:
         key = PlanKey(dtype, dtype, dim, dim, features, ARCHS[number], grads, classes=classes)
         taking = [families.find(name) for name, reason in families.refusals(key).items() if reason is None]
         kind = families.kind_of(key)._replace(is_large=True)
-        times = [speeds.time_us(family.timed_as(key), kind) for family in taking]
+        times = [families.provider_us(family.timed_as(key), kind) for family in taking]
         costs = [
             (family.drawback(key) is not None, math.inf if us is None else us)
             for family, us in zip(taking, times, strict=True)
@@ -470,6 +642,8 @@ def test_small_float32_calls_take_few_launches():
 def test_an_option_that_was_not_measured_costs_what_it_costs_the_others():
     plain = speeds.Kind("sm_90", "forward", "bfloat16", 128, (), is_large=True)
     dropout = plain._replace(options=("dropout",))
-    measured = {name: speeds.time_us(name, dropout) / speeds.time_us(name, plain) for name in ("fwd_sm90", "triton")}
-    estimated = speeds.time_us("fwd_sm80", dropout) / speeds.time_us("fwd_sm80", plain)
+    measured = {
+        name: families.provider_us(name, dropout) / families.provider_us(name, plain) for name in ("fwd_sm90", "triton")
+    }
+    estimated = families.provider_us("fwd_sm80", dropout) / families.provider_us("fwd_sm80", plain)
     assert estimated >= max(measured.values()) > 1.0

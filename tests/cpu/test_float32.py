@@ -45,7 +45,7 @@ def test_one_head_needs_no_workspace(seqlen: int) -> None:
     assert not any(workspace.values or workspace.quotients for workspace in launch.workspaces)
     assert launch.splits is None
     banded = dataclasses.replace(key, features=Features(has_band=True))
-    clusters = [family.select(family.kernels[0], one).cluster for one in (key, banded)]
+    clusters = [family.select(family.kernels[0], one)["cluster"] for one in (key, banded)]
     assert clusters == {8192: [2, 4], 16384: [1, 2]}.get(seqlen, [8, 8])
 
 
@@ -67,7 +67,7 @@ def test_every_query_tile_has_a_cluster(head_dim: int) -> None:
     family, key = families.find("fwd_sm90_f32_direct"), key_of(one_head(4096, head_dim))
     (step,) = family.launch(key, CallLayout("bhsd", ())).steps
     values = {"num_splits": 1, "seqlen_q": 4096, "heads": 1, "batch": 1, "num_multiprocessors": 132}
-    assert executor.num_blocks(step, values) == 4096 // step.block_rows * family.select(family.kernels[0], key).cluster
+    assert executor.num_blocks(step, values) == 4096 // step.owned * family.select(family.kernels[0], key)["cluster"]
 
 
 def test_what_a_pre_pass_serves() -> None:

@@ -20,12 +20,13 @@ from flashtile.cli import compile as compile_command
 from flashtile.cli import kernel_jobs
 from flashtile.kernels import assemble, families
 from flashtile.kernels.arch import ARCHS
-from flashtile.kernels.families.simt import HEAD_DIMS, SimtRow
+from flashtile.kernels.families.fwd_sm90 import stores_by_tma
 from flashtile.kernels.params import Params
 from flashtile.kernels.spec import DTYPES, CallLayout, Features, PlanKey
 from flashtile.runtime import cache, nvrtc, toolchain
 from flashtile.runtime.nvrtc import CompileError
 
+HEAD_DIMS = tuple(head_dim for head_dim, _ in families.find("fwd_simt").head_dims)
 pytestmark = pytest.mark.usefixtures("kept_kernels")
 # Under xdist the workers already share the cores
 NUM_THREADS = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
@@ -119,7 +120,7 @@ HOPPER_ROWS = [row for dtype in HOPPER.dtypes for row in HOPPER.every_row(dtype)
 
 def compiled_row(family, row, features):
     key = PlanKey(row.dtype, row.out_dtype, row.head_dim, row.head_dim_v, features, MAIN_ARCH)
-    (step,) = family.launch_row(row, key, CallLayout("bhsd", ())).steps
+    step = family.step(row, key, CallLayout("bhsd", ()))
     return cache.compile_cached(step.unit, MAIN_ARCH.name, [step.entry])
 
 
@@ -128,10 +129,10 @@ def compiled_row(family, row, features):
 def test_hopper_code_has_warpgroup_products_and_no_local_memory(part, tmp_path, seed):
     """With a band, and lengths where O is not stored by TMA. One of each ten rows, drawn anew in each run."""
     row = random.Random(seed).choice(HOPPER_ROWS[part::10])
-    features = Features(has_band=True, has_lengths=not row.stores_p)
+    features = Features(has_band=True, has_lengths=not row["stores_p"])
     found = opcodes(compiled_row(HOPPER, row, features).cubin, tmp_path)
     assert {"HGMMA", "UTMALDG", "SYNCS"} <= found
-    assert ("UTMASTG" in found) is row.stores_by_tma(features)
+    assert ("UTMASTG" in found) is stores_by_tma(row, features)
     assert not found & LOCAL_MEMORY
 
 
@@ -143,9 +144,9 @@ SHORT_ROWS = [row for index, dtype in enumerate(SHORT.dtypes) for row in list(SH
 @pytest.mark.parametrize("row", SHORT_ROWS, ids=lambda row: f"{row.dtype}-{row.head_dim}-{row.label}")
 def test_short_code_has_warpgroup_products_and_no_local_memory(row, tmp_path):
     """With a bias where one tile holds all keys, else with a band."""
-    features = Features(has_band=not row.is_single, bias_dtype=row.dtype if row.is_single else None)
+    features = Features(has_band=not row["single"], bias_dtype=row.dtype if row["single"] else None)
     key = PlanKey(row.dtype, row.out_dtype, row.head_dim, row.head_dim_v, features, MAIN_ARCH)
-    *_, step = SHORT.launch_row(row, key, CallLayout("bhsd", ())).steps
+    step = SHORT.step(row, key, CallLayout("bhsd", ()))
     compiled = cache.compile_cached(step.unit, MAIN_ARCH.name, [step.entry])
     found = opcodes(compiled.cubin, tmp_path)
     assert {"HGMMA", "UTMALDG", "SYNCS"} <= found
@@ -175,7 +176,7 @@ def test_hopper_pages_take_no_local_memory(dims):
     features = Features(has_band=True, has_lengths=True, is_paged=True)
     key = PlanKey("bfloat16", "bfloat16", *dims, features, MAIN_ARCH)
     step = HOPPER.launch(key, CallLayout("bhsd", ())).steps[0]
-    assert step.block_rows == (128 if dims[0] > 128 else 192)
+    assert step.owned == (128 if dims[0] > 128 else 192)
     compiled = cache.compile_cached(step.unit, MAIN_ARCH.name, [step.entry])
     used = compiled.resources(step.entry)
     assert used.spill_store_bytes == used.stack_bytes == 0
@@ -354,7 +355,9 @@ def test_layout_drift_is_a_compile_error(monkeypatch, change):
     else:
         del fields[index]
     drifted = mirror(fields)
-    monkeypatch.setattr(SimtRow, "struct", drifted)
+    family = families.find("fwd_simt")
+    kernels = tuple(replace(kernel, struct=drifted) for kernel in family.kernel_types)
+    monkeypatch.setattr(family, "kernel_types", kernels)
     step = plain_step()
     assemble.clear_plans()
     log = refusal(step.unit, step.entry)

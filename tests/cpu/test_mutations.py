@@ -124,8 +124,8 @@ def write(features: Features, is_wide: bool = False, is_first: bool = False) -> 
                 rows = list(family.candidates(kernel, key))
                 row = rows[0 if is_wide or is_first else -1]
                 layout = CallLayout("bhsd", ())
-                for step in family.launch_row(row, key, layout).steps:
-                    found[step.name] = (step.unit, step.entry)
+                step = family.step(row, key, layout)
+                found[step.name] = (step.unit, step.entry)
                 for step in family.launch(key, layout).steps:
                     found.setdefault(step.name, (step.unit, step.entry))
     return found
@@ -147,8 +147,8 @@ def kernels_with(fault: str, features: Features) -> list[str]:
     """Kernels whose own header has the fault; one of those that share it, where it is in a shared header."""
     (owner,) = [path.stem for path in headers() if fault in USE.findall(path.read_text())]
     found = [name for name, (unit, _) in units(None, features).items() if f"/{owner}.cuh" in unit]
-    family = next(mutation.family for mutation in mutations() if mutation.name == fault)
-    return found or [f"{kernel}_kernel" for kernel in (families.find(family).kernels if family else ("fwd_simt",))]
+    family = next(families.fault_family(mutation) for mutation in mutations() if mutation.name == fault)
+    return found or [f"{kernel}_kernel" for kernel in (family.kernels if family else ("fwd_simt",))]
 
 
 def test_there_are_enough_and_each_is_planted_once():
@@ -225,7 +225,7 @@ def test_every_fault_is_in_a_kernel_that_its_problems_launch(gpu: fake_gpu.Recor
     for fault in mutations():
         if fault.tool is not None:
             continue
-        needs = mutants.NEEDS.get(fault.kind, {}) | mutants.NEEDS.get(fault.name, {})
+        needs = mutants.needs_of(fault)
         with mutants.broken(fault.name):
             fits = (mutants.fitted(trial, fault, "cuda") for trial in itertools.islice(drawn(settings), 40))
             trial = next((fit for fit in fits if fit is not None), None)
@@ -237,8 +237,10 @@ def test_every_fault_is_in_a_kernel_that_its_problems_launch(gpu: fake_gpu.Recor
 
 
 def test_what_a_fault_needs_is_of_a_fault() -> None:
-    known = {name for fault in mutations() for name in (fault.name, fault.kind)}
-    assert set(mutants.NEEDS) <= known
+    assert set(mutants.NEEDS) <= {families.fault_kind(fault) for fault in mutations()}
+    for family in families.all_families():
+        own = {families.fault_kind(fault) for fault in mutations() if families.fault_family(fault) is family}
+        assert set(family.fault_needs) <= own, family.name
 
 
 def test_only_problems_that_reach_the_fault_are_judged(gpu: fake_gpu.Recorder, monkeypatch) -> None:

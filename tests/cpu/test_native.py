@@ -29,7 +29,6 @@ from flashtile.backends.kvcache import AppendArgs
 from flashtile.integrations import torch_flash
 from flashtile.kernels import assemble, families
 from flashtile.kernels import plan as plans
-from flashtile.kernels.families.simt import HEAD_DIMS
 from flashtile.kernels.params import AppendParams, DecodeSm90Params, Params
 from flashtile.lab.check.draw import Drawer
 from flashtile.problem import DENSE_FIELDS, AttentionArgs, Problem, is_aligned16
@@ -38,6 +37,7 @@ from flashtile.testing import GRADS, Case
 
 ROOT = Path(__file__).resolve().parents[2]
 # Of the GPU that is pretended; with few, grids of few tiles are large
+HEAD_DIMS = tuple(head_dim for head_dim, _ in families.find("fwd_simt").head_dims)
 NUM_MULTIPROCESSORS = (fake_gpu.NUM_MULTIPROCESSORS, 16, 4, fake_gpu.NUM_MULTIPROCESSORS)
 
 
@@ -955,7 +955,7 @@ def test_a_cold_call_goes_to_python_once(recorder: Recorder) -> None:
         name: int(name.startswith("cold")) for name in found
     }
     most = {"hot forward": 3, "hot forward with grad": 5, "hot backward": 1, "first forward with grad": 8}
-    most |= {"cold forward": 200, "cold backward": 190, "cold forward, window": 125}
+    most |= {"cold forward": 215, "cold backward": 200, "cold forward, window": 120}
     assert {name: found[name][1] for name, limit in most.items() if found[name][1] > limit} == {}
 
 

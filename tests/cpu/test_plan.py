@@ -21,7 +21,6 @@ from flashtile.kernels import assemble, families
 from flashtile.kernels.arch import ARCHS
 from flashtile.kernels.families import bwd_sm90
 from flashtile.kernels.families import steps as family_steps
-from flashtile.kernels.families.simt import HEAD_DIMS
 from flashtile.kernels.length_class import PackedHeads
 from flashtile.kernels.params import Params
 from flashtile.kernels.plan import Factor, LaunchPlan, Memset, Step
@@ -29,6 +28,7 @@ from flashtile.problem import AttentionArgs, Shape, head_axis, key_window, page_
 from flashtile.runtime import nvrtc
 from flashtile.testing import GRADS, Case
 
+HEAD_DIMS = tuple(head_dim for head_dim, _ in families.find("fwd_simt").head_dims)
 NUM_MULTIPROCESSORS = 132
 
 
@@ -208,7 +208,7 @@ def test_grids_and_splits() -> None:
     args, given, plan = plan_of(Case(batch=2, heads=4, heads_kv=4, seqlen_q=130, seqlen_k=1000))
     values = executor.evaluate(plan, given, call.scalars_of(args), executor.Splits(0, NUM_MULTIPROCESSORS))
     kernel, combine = (step for step in plan.steps if isinstance(step, Step))
-    tiles, key_tiles = -(-130 // kernel.block_rows), -(-1000 // kernel.block_columns)
+    tiles, key_tiles = -(-130 // kernel.owned), -(-1000 // kernel.streamed)
     assert values["num_splits"] == min(2 * NUM_MULTIPROCESSORS // (tiles * 8), key_tiles) > 1
     assert executor.num_blocks(kernel, values) == values["num_splits"] * tiles * 8
     assert executor.num_blocks(combine, values) == -(-130 // family_steps.COMBINE_ROWS) * 8

@@ -142,7 +142,7 @@ def test_flashtile_nvrtc_that_is_no_library(monkeypatch, tmp_path):
     (tmp_path / "libnvrtc.so.13").write_text("not a library")
     monkeypatch.setenv("FLASHTILE_NVRTC", str(tmp_path / "libnvrtc.so.13"))
     with pytest.raises(
-        Unsupported, match=r"which does not load .*accepted: libnvrtc of CUDA 12 or 13\. Install .*FLASHTILE_NVRTC"
+        Unsupported, match=r"which does not load .*accepted: NVRTC of CUDA 12 or 13\. Install .*FLASHTILE_NVRTC"
     ):
         _ = toolchain.find().library
 

@@ -26,7 +26,7 @@ from flashtile.cli.kernel_jobs import head_dims
 from flashtile.kernels import families, mutation
 from flashtile.kernels.arch import ARCHS
 from flashtile.kernels.mutation import mutations
-from flashtile.kernels.spec import DTYPES, CallLayout
+from flashtile.kernels.spec import DTYPES, CallLayout, Features
 from flashtile.lab.bench import device as facts
 from flashtile.lab.check.trial import Trial
 from flashtile.runtime import cache, extension
@@ -60,19 +60,19 @@ def test_every_row_is_chosen(sanitize) -> None:
                 kernel = step.name.removesuffix("_kernel")
                 if kernel in family.kernels:
                     row = family.select(kernel, key)
-                    assert case.seqlen_q > row.block_m or "dkdv" in kernel or family.name in sanitize.FEW_QUERIES
-                    assert case.seqlen_k > 2 * row.block_n
-                    chosen.add(row)
+                    assert case.seqlen_q > row.num_queries or "dkdv" in kernel or family.few_queries
+                    assert case.seqlen_k > 2 * row.num_keys
+                    chosen.add(row.with_options(Features()))
     expected = {
         row
         for family in families.all_families()
         for dtype in family.dtypes
         for row in family.every_row(dtype)
-        if row.unfit(ARCH) is None
-        and not row.spills(ARCH)
-        and not getattr(row, "packs_heads", False)
-        and not getattr(row, "is_single", False)  # has no second tile of keys
-        and getattr(row, "num_parts", 2) > 1  # a row of calls that allow TF32 alone
+        if row.with_options(Features(bias_dtype=dtype if "dbias" in row.kernel else None)).unfit(ARCH) is None
+        and not row.knobs.get("packs", False)
+        and not row.knobs.get("single", False)  # has no second tile of keys
+        # Spills there, or is for calls that allow TF32 alone
+        and not row.tile.is_refused(frozenset({f"sm_{ARCH.number}", "highest"}))
     }
     assert chosen == expected
 

@@ -1,8 +1,9 @@
-"""What a build says when it cannot make the extension, and what the built one asks of torch. tools/try_install.py
-installs for real."""
+"""What a build says when it cannot make the extension, what the built one asks of torch and of the system, and how
+wheels are made of it. tools/try_install.py installs for real."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from flashtile.runtime import extension
+from flashtile.version import __version__
 
 pytest.importorskip("setuptools", minversion="77")
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,3 +85,117 @@ def test_the_extension_asks_nothing_new_of_torch() -> None:
 def test_the_extension_puts_nothing_off_to_its_first_call() -> None:
     """A static of a function is locked while it is made, and a fork at that moment copies the lock."""
     assert "__cxa_guard_acquire" not in undefined_symbols()
+
+
+@needs_symbols
+def test_the_extension_runs_on_every_system_that_torch_runs_on() -> None:
+    """torch's own wheels are for glibc 2.28 (manylinux_2_28). csrc/old_symbols.h says how newer symbols are avoided."""
+    newest = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
+    names = undefined_symbols()
+    found = re.findall(r"(\w+)@(GLIBC|GLIBCXX|CXXABI)_([\d.]+)", names)
+    assert found
+    too_new = [name for name, kind, version in found if tuple(map(int, version.split("."))) > newest[kind]]
+    assert not too_new
+
+
+@pytest.fixture
+def tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_without_torch_the_first_question_of_an_installer_fails(
+    tools: None, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """pip asks it before it downloads dependencies."""
+    backend = importlib.import_module("build_backend")
+    monkeypatch.setattr(backend, "find_torch", lambda: None)
+    monkeypatch.setattr(backend.build_meta, f"get_requires_for_build_{kind}", lambda config_settings: ["more"])
+    ask = getattr(backend, f"get_requires_for_build_{kind}")
+    monkeypatch.setenv("FLASHTILE_EXTENSION", "1")
+    with pytest.raises(
+        SystemExit, match=r"torch 2\.10 or newer is not there, .* Install torch .* FLASHTILE_EXTENSION=0"
+    ):
+        ask()
+    monkeypatch.setenv("FLASHTILE_EXTENSION", "0")
+    assert ask() == ["more"]
+
+
+def test_the_backend_has_every_hook(tools: None) -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    assert 'build-backend = "build_backend"' in project
+    assert 'backend-path = ["tools"]' in project
+    backend = importlib.import_module("build_backend")
+    for hook in ("build_{}", "get_requires_for_build_{}", "prepare_metadata_for_build_{}"):
+        for kind in ("wheel", "editable"):
+            assert callable(getattr(backend, hook.format(kind)))
+    assert callable(backend.build_sdist)
+
+
+def test_windows_has_no_extension(tools: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = importlib.import_module("build_backend")
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(SystemExit, match=r"not made for Windows.*FLASHTILE_EXTENSION=0"):
+        backend.require_torch_and_compiler()
+
+
+@pytest.mark.parametrize(
+    ("tag", "is_accepted"),
+    [("manylinux_2_24_x86_64", True), ("manylinux_2_17_x86_64.manylinux2014_x86_64", True),
+     ("manylinux_2_34_x86_64", False), ("linux_x86_64", False)],
+)  # fmt: skip
+def test_a_wheel_for_newer_systems_than_torchs_is_refused(
+    tools: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tag: str, is_accepted: bool
+) -> None:
+    make_wheels = importlib.import_module("make_wheels")
+
+    def call(*command: object, **variables: str) -> str:
+        (tmp_path / f"flashtile-1.0-cp310-abi3-{tag}.whl").touch()
+        return "shown"
+
+    monkeypatch.setattr(make_wheels, "call", call)
+    if is_accepted:
+        assert tag in make_wheels.audit(tmp_path / "raw.whl", tmp_path, "0").name
+    else:
+        with pytest.raises(SystemExit, match=r"needs a newer system than torch does.*\nshown"):
+            make_wheels.audit(tmp_path / "raw.whl", tmp_path, "0")
+
+
+def test_a_machine_whose_compiler_is_missing(tools: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    make_wheels = importlib.import_module("make_wheels")
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        SystemExit, match=r"x86_64-linux-gnu-g\+\+: not found.*g\+\+-x86-64-linux-gnu.*leave x86_64 out"
+    ):
+        make_wheels.variables_for("x86_64", tmp_path)
+
+
+def test_what_workflows_run_is_there() -> None:
+    """Targets of make, files of the repository, and the version that a release compares with its tag."""
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    workflows = {path.stem: path.read_text() for path in (ROOT / ".github" / "workflows").glob("*.yml")}
+    assert workflows.keys() >= {"ci", "wheels", "release"}
+    used = {
+        target for text in workflows.values() for line in re.findall(r"run: make (.*)", text) for target in line.split()
+    }
+    assert {"wheels", "lint-workflows"} <= used <= targets
+    assert "run: .ci/run\n" in workflows["ci"]
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    for path in re.findall(r"^      - ([\w/.-]+?)(?:/\*\*)?$", workflows["wheels"], re.MULTILINE):
+        assert (ROOT / path).exists(), path
+    assert "./.github/workflows/wheels.yml" in workflows["release"]
+    (code,) = re.findall(r"python3 -c '(.*)'", workflows["release"])
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shown.strip() == __version__
+
+
+def test_hooks_before_a_commit_run_what_lint_runs() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    lint = makefile[makefile.index("\nlint:") : makefile.index("\nformat:")]
+    entries = re.findall(r"entry: \.venv/bin/(\S+ \S+)", (ROOT / ".pre-commit-config.yaml").read_text())
+    assert len(entries) == 4
+    for entry in entries:
+        assert entry.split()[0] in lint, entry
+    assert "python tools/check_layers.py" in entries
+    assert "tools/check_layers.py" in lint

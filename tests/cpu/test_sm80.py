@@ -11,7 +11,7 @@ from test_kernels import LOCAL_MEMORY, NVDISASM, needs_nvdisasm, opcodes
 
 from flashtile.kernels import families, speeds
 from flashtile.kernels.arch import ARCHS, Arch
-from flashtile.kernels.families.fwd_sm80 import FwdSm80, Sm80Row
+from flashtile.kernels.families import Row
 from flashtile.kernels.length_class import FewQueries, PackedHeads, RaggedQueries
 from flashtile.kernels.spec import CallLayout, Features, PlanKey
 from flashtile.runtime import cache
@@ -43,9 +43,9 @@ def test_every_architecture_has_a_tile_for_every_call(arch: Arch, features: Feat
                     continue
                 assert family.refuse(call) is None
                 row = family.select(family.name, call)
-                shared = row.min_blocks * (row.shared_bytes + arch.reserved_shared_bytes)
+                shared = row["blocks"] * (row.shared_bytes + arch.reserved_shared_bytes)
                 assert shared <= arch.shared_bytes_per_multiprocessor
-                assert row.is_exact is (head_dims == dims)
+                assert row["is_exact"] is (head_dims == dims)
 
 
 @pytest.mark.parametrize("arch", AMPERE_ON, ids=lambda arch: arch.name)
@@ -88,20 +88,20 @@ def test_wide_rows_take_what_the_narrow_backward_refuses() -> None:
     assert [step.name for step in steps] == ["bwd_preprocess_kernel", "bwd_sm80_dq_kernel", "bwd_sm80_dbias_kernel"]
 
 
-def row_of(**changes) -> Sm80Row:
+def row_of(**changes) -> Row:
     return FORWARD.select("fwd_sm80", key(ARCHS[90], 128, 128, **changes))
 
 
 def test_what_a_call_changes_in_its_tile() -> None:
-    assert row_of().block_m == 128
-    assert row_of().is_scale_positive
+    assert row_of().owned == 128
+    assert row_of()["is_scale_positive"]
     # Few queries, and options that need registers, take the small tile
     short = row_of(classes=((RaggedQueries(128, 64, 140), 1),))
     packed = row_of(classes=((PackedHeads(64, 128), 4),))
-    assert (short.block_m, short.packs_heads) == (64, False)
-    assert (packed.block_m, packed.packs_heads) == (64, True)
+    assert (short.owned, short["packs_heads"]) == (64, False)
+    assert (packed.owned, packed["packs_heads"]) == (64, True)
     negative = row_of(is_scale_positive=False)
-    assert (negative.block_m, negative.is_scale_positive) == (64, False)
+    assert (negative.owned, negative["is_scale_positive"]) == (64, False)
 
 
 def test_unaligned_rows_and_pages_with_a_bias_are_taken_by_this_family_alone_of_the_tensor_core_ones() -> None:
@@ -124,13 +124,13 @@ def test_what_the_backward_refuses() -> None:
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize("dims", FwdSm80.head_dims, ids=str)
+@pytest.mark.parametrize("dims", FORWARD.head_dims, ids=str)
 def test_forward_code_has_tensor_core_products_and_no_local_memory(dims, tmp_path, seed: int) -> None:
     """On an architecture that is drawn anew in each run; `make compile-all` compiles all."""
     arch = random.Random(seed).choice(AMPERE_ON)
     call = key(arch, *dims, Features(has_band=True, has_lengths=True))
     row = FORWARD.select("fwd_sm80", call)
-    (step,) = FORWARD.launch_row(row, call, CallLayout("bhsd", ())).steps
+    step = FORWARD.step(row, call, CallLayout("bhsd", ()))
     compiled = cache.compile_cached(step.unit, arch.name, [step.entry])
     found = opcodes(compiled.cubin, tmp_path)
     assert {"HMMA", "LDSM", "LDGSTS"} <= found
@@ -138,7 +138,7 @@ def test_forward_code_has_tensor_core_products_and_no_local_memory(dims, tmp_pat
     assert compiled.warnings == []
     resources = compiled.resources(step.entry)
     blocks = arch.blocks_per_multiprocessor(row.num_threads, resources.registers, row.shared_bytes)
-    assert blocks >= row.min_blocks
+    assert blocks >= row["blocks"]
 
 
 @needs_nvdisasm
@@ -146,7 +146,7 @@ def test_forward_code_has_tensor_core_products_and_no_local_memory(dims, tmp_pat
 def test_backward_code_has_tensor_core_products_and_no_local_memory(number: int, head_dim: int, tmp_path) -> None:
     call = key(ARCHS[number], head_dim, head_dim, Features(has_band=True, has_lengths=True), grads=GRADS)
     row = BACKWARD.select("bwd_sm80", call)
-    (step,) = BACKWARD.launch_row(row, call, CallLayout("bhsd", ())).steps
+    step = BACKWARD.step(row, call, CallLayout("bhsd", ()))
     compiled = cache.compile_cached(step.unit, call.arch.name, [step.entry])
     found = opcodes(compiled.cubin, tmp_path)
     assert {"HMMA", "LDSM", "LDGSTS"} <= found
@@ -163,7 +163,7 @@ def test_wide_code_has_tensor_core_products_and_no_local_memory(number: int, hea
         for kernel in family.kernels:
             bias_dtype = "bfloat16" if kernel == "bwd_sm80_dbias" else None
             call = key(ARCHS[number], head_dim, head_dim, replace(features, bias_dtype=bias_dtype), grads=grads)
-            (step,) = family.launch_row(family.select(kernel, call), call, CallLayout("bhsd", ())).steps
+            step = family.step(family.select(kernel, call), call, CallLayout("bhsd", ()))
             compiled = cache.compile_cached(step.unit, call.arch.name, [step.entry])
             found = opcodes(compiled.cubin, tmp_path)
             assert {"HMMA", "LDSM", "LDGSTS"} <= found
@@ -194,7 +194,7 @@ def test_float32_where_three_tf32_products_are_faster_than_fma() -> None:
 def test_float32_code_has_tensor_core_products_and_no_local_memory(number, head_dim, bias_dtype, tmp_path) -> None:
     features = Features(has_band=True, bias_dtype=bias_dtype)
     call = PlanKey("float32", "float32", head_dim, head_dim, features, ARCHS[number])
-    (step,) = FLOAT32.launch_row(FLOAT32.select("fwd_sm80_f32", call), call, CallLayout("bhsd", ())).steps
+    step = FLOAT32.step(FLOAT32.select("fwd_sm80_f32", call), call, CallLayout("bhsd", ()))
     compiled = cache.compile_cached(step.unit, call.arch.name, [step.entry])
     found = opcodes(compiled.cubin, tmp_path)
     assert {"HMMA", "LDSM", "LDGSTS"} <= found
@@ -250,7 +250,7 @@ def test_float32_backward_has_tensor_core_products_and_one_owner(number, head_di
     call = float32_backward(number, head_dim, Features(has_band=True, bias_dtype=bias_dtype))
     for kernel in FLOAT32_BACKWARD.kernels:
         row = FLOAT32_BACKWARD.select(kernel, call)
-        (step,) = FLOAT32_BACKWARD.launch_row(row, call, CallLayout("bhsd", ())).steps
+        step = FLOAT32_BACKWARD.step(row, call, CallLayout("bhsd", ()))
         compiled = cache.compile_cached(step.unit, call.arch.name, [step.entry])
         found = opcodes(compiled.cubin, tmp_path)
         assert {"HMMA", "LDSM", "LDGSTS"} <= found
@@ -258,7 +258,7 @@ def test_float32_backward_has_tensor_core_products_and_one_owner(number, head_di
         assert not found & LOCAL_MEMORY
         assert compiled.warnings == []
         registers = compiled.resources(step.entry).registers
-        assert call.arch.blocks_per_multiprocessor(row.num_threads, registers, row.shared_bytes) >= row.min_blocks
+        assert call.arch.blocks_per_multiprocessor(row.num_threads, registers, row.shared_bytes) >= row["blocks"]
 
 
 @needs_nvdisasm
@@ -267,7 +267,7 @@ def test_turing_code_has_tensor_core_products_and_no_local_memory(family, head_d
     call = key(ARCHS[75], head_dim, head_dim, Features(has_band=True), grads=GRADS if family.op == "backward" else None)
     call = replace(call, dtype="float16", out_dtype="float16")
     kernel = family.kernels[0]
-    (step,) = family.launch_row(family.select(kernel, call), call, CallLayout("bhsd", ())).steps
+    step = family.step(family.select(kernel, call), call, CallLayout("bhsd", ()))
     compiled = cache.compile_cached(step.unit, "sm_75", [step.entry])
     found = opcodes(compiled.cubin, tmp_path)
     assert {"HMMA", "LDSM"} <= found
@@ -281,7 +281,7 @@ def test_turing_code_has_tensor_core_products_and_no_local_memory(family, head_d
 def test_marks_read_the_clock_in_a_build_for_a_timeline_alone(family, grads, tmp_path) -> None:
     call = key(ARCHS[90], 64, 64, grads=grads)
     row = family.select(family.name, call)
-    (step,) = family.launch_row(row, call, CallLayout("bhsd", ())).steps
+    step = family.step(row, call, CallLayout("bhsd", ()))
     found = []
     for define in ("", "#define FT_TIMELINE 0x7f0000000000ull\n"):
         file = tmp_path / "kernel.cubin"

@@ -21,7 +21,7 @@ from flashtile.cli.main import app
 from flashtile.errors import Unsupported
 from flashtile.kernels import families
 from flashtile.kernels.arch import ARCHS
-from flashtile.kernels.families.simt import SimtRow
+from flashtile.kernels.families import Tile
 from flashtile.lab.bench import plots
 from flashtile.lab.bench.points import Plan, Point
 from flashtile.lab.bench.providers import Attend, Provider
@@ -44,7 +44,7 @@ def test_six_shapes_and_more_for_each_of_three_head_dims(family: Study) -> None:
     assert len(set(family.rows)) == len(family.rows)
     for head_dim in family.head_dims:
         trials = family.trials(head_dim)
-        assert len({(trial.row.block_m, trial.row.block_n) for trial in trials}) >= 6
+        assert len({(trial.row.owned, trial.row.streamed) for trial in trials}) >= 6
         assert len({trial.name for trial in trials}) == len(trials)
         for is_causal in (False, True):
             assert sum(trial.is_chosen(is_causal, HOPPER) for trial in trials) == 1
@@ -53,8 +53,8 @@ def test_six_shapes_and_more_for_each_of_three_head_dims(family: Study) -> None:
 
 
 def test_the_reference_tile_is_studied_and_most_are_not_in_the_table() -> None:
-    simt = {(row.head_dim, row.block_m, row.block_n, row.num_warps) for row in SIMT.rows if isinstance(row, SimtRow)}
-    assert (64, 64, 64, 4) in simt
+    simt = {(row.head_dim, row.owned, row.streamed, row.num_threads) for row in SIMT.rows}
+    assert (64, 64, 64, 128) in simt
     known = set(families.find("fwd_simt").every_row("float32"))
     assert len(set(SIMT.rows) - known) > len(SIMT.rows) / 2
 
@@ -139,7 +139,7 @@ COUNTED = Counters(
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Two tiles of d = 64 and one that does not fit, on small problems; the profiler answers what the test says."""
     rows = tuple(trial.row for trial in SIMT.trials(64) if trial.name in ("64 x 64, 4 warps", "128 x 64, 4 warps"))
-    too_large = SimtRow("fwd_simt", "float32", "float32", 64, 64, 256, 256, 8)
+    too_large = families.find("fwd_simt").row(Tile("fwd_simt", ("float32",), 64, 64, 256, 256, 256), "float32")
     family = replace(SIMT, peer="sdpa-math", rows=(*rows, too_large))
     shape = (1, 2, 2, 32, 32, 64, 64)
     monkeypatch.setattr(

@@ -235,7 +235,7 @@ def test_jitter_changes_no_sum_of_one_owner(head_dim: int, monkeypatch: pytest.M
 @pytest.mark.smoke
 def test_refusals_name_their_reason() -> None:
     q, k, v = (torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    assert "bwd_sm90_kernel: tile 128 x 128" in str(flashtile.explain(q, k, v, **NOT_DETERMINISTIC))
+    assert "bwd_sm90_kernel: tile 128 keys x 128 queries" in str(flashtile.explain(q, k, v, **NOT_DETERMINISTIC))
     q, k, v = (torch.randn(1, 2, 64, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     slopes = torch.ones(2, device="cuda")
     text = str(flashtile.explain(q, k, v, softcap=1.0, dropout_p=0.1, alibi_slopes=slopes, **NOT_DETERMINISTIC))

@@ -277,6 +277,6 @@ def test_jitter_changes_no_bit(head_dims: tuple[int, int], monkeypatch: pytest.M
 @pytest.mark.smoke
 def test_refusals_name_their_reason() -> None:
     q, k, v = (torch.randn(1, 2, 64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    assert "bwd_sm90_dkdv_kernel: tile 64 x 64" in str(flashtile.explain(q, k, v, deterministic=True))
+    assert "bwd_sm90_dkdv_kernel: tile 64 keys x 64 queries" in str(flashtile.explain(q, k, v, deterministic=True))
     bias = torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     assert "bwd_sm90_wide: the gradient of a bias" in str(flashtile.explain(q, k, v, bias=bias))

@@ -14,9 +14,9 @@ from conftest import SEED, check, covered, drawn, precompile
 import flashtile
 from flashtile.backends import cuda
 from flashtile.kernels import assemble, families
-from flashtile.kernels.families.simt import HEAD_DIMS as SIMT_HEAD_DIMS
 from flashtile.testing import Case
 
+SIMT_HEAD_DIMS = tuple(head_dim for head_dim, _ in families.find("fwd_simt").head_dims)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIMS = (1, 21, 32, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256)
 

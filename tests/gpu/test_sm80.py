@@ -25,7 +25,7 @@ from flashtile.kernels.families.fwd_sm80 import FwdSm80
 pytestmark = needs_ampere
 forced_families = forced("fwd_sm80")
 KERNEL = "fwd_sm80_kernel"
-HEAD_DIMS = (*FwdSm80.head_dims, (8, 8), (40, 72), (136, 200), (192, 40))
+HEAD_DIMS = (*FwdSm80().head_dims, (8, 8), (40, 72), (136, 200), (192, 40))
 ODD_HEAD_DIMS = ((1, 1), (33, 33), (50, 50), (63, 65), (100, 100), (127, 31), (130, 250), (255, 255))
 
 

@@ -204,7 +204,7 @@ def test_refusals_name_their_reason() -> None:
     q, k, v = (torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     assert "fwd_sm90_kernel: tile" in str(flashtile.explain(q, k, v))
     queries = torch.randn(1, 8, 3, 64, device="cuda", dtype=torch.bfloat16)
-    assert "tile 64 x 128, 8 warps, the queries of 4 heads of a KV head in one tile" in str(
+    assert "tile 64 queries x 128 keys, 8 warps, the queries of 4 heads of a KV head in one tile" in str(
         flashtile.explain(queries, k, v)
     )
     assert "not fwd_sm90: a scale that is not positive" in str(flashtile.explain(q, k, v, scale=-1.0))

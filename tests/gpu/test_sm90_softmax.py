@@ -58,7 +58,7 @@ def test_probabilities_that_grow_in_float16(values: str) -> None:
 @pytest.mark.parametrize(("head_dim", "seqlen"), [(96, 512), (128, 512), (128, 1024), (64, 700)])
 def test_tiles_in_rotation(head_dim: int, seqlen: int) -> None:
     q = torch.empty(4, 60, seqlen, head_dim, device="meta", dtype=torch.bfloat16)
-    assert "tile 192 x 128" in str(flashtile.explain(q, q, q, **OPTIONS))
+    assert "tile 192 queries x 128 keys" in str(flashtile.explain(q, q, q, **OPTIONS))
     assert is_right("plain", head_dim, False, seqlen)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashtile.errors import dtype_name
-from flashtile.kernels import speeds
+from flashtile.kernels import families, speeds
 from flashtile.kernels.arch import Arch, arch_here
 from flashtile.kernels.spec import features_of
 from flashtile.problem import AttentionArgs, Problem
@@ -90,7 +90,7 @@ class Backend(ABC):
     def time_us(self, problem: Problem, op: str) -> float | None:
         """Its measured time for calls like this one (kernels/speeds.py), None where it is not known. Asked
         before `refuse`, so it may not be expensive."""
-        return speeds.time_us(self.name, kind_of(problem, op))
+        return families.provider_us(self.name, kind_of(problem, op))
 
     def plan_forward(self, args: AttentionArgs, problem: Problem) -> bool:
         """Registers a plan for the call that C++ has handed to Python (backends/native.py), which C++ then runs. False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -100,7 +100,7 @@ class CudaBackend(Backend):
             found[label] = "rows that are not multiples of 16 bytes on 16-byte boundaries, to memory where they are"
         for step in assemble.kernels(key):
             if step.shared_bytes:
-                tile = f"tile {step.block_rows} x {step.block_columns}, {step.num_threads // 32} warps"
+                tile = f"tile {step.tile}, {step.num_threads // 32} warps"
                 memory = f"{step.shared_bytes / 1024:.0f} KiB of shared memory"
                 found[step.name] = f"{tile}{chosen.tile_note(key)}, {memory}, {key.arch.label}"
         for name, reason in families.refusals(key).items():
@@ -129,11 +129,15 @@ class CudaBackend(Backend):
             list(pool.map(lambda kernel: executor.function(*kernel), kernels))
 
 
-def row_plan(family: Family[Any], row: Row, args: AttentionArgs, out: Tensor, lse: Tensor) -> LaunchPlan:
+def row_plan(family: Family, row: Row, args: AttentionArgs, out: Tensor, lse: Tensor) -> LaunchPlan:
     """The plan of a forward pass by one row that need not be in its family's table, without splits."""
     tensors = tensors_of(args) | {"out": out, "lse": lse}
     key, layout = _key(args, tensors), layout_of(args, tensors)
-    return assemble.plan_of(key, layout, family.launch_row(row, key, layout))
+    with families.forced_rows({row.kernel: row}):
+        launch = family.launch(key, layout)
+    steps = tuple(step for step in launch.steps if not step.is_for_splits)
+    workspaces = tuple(workspace for workspace in launch.workspaces if not workspace.is_for_splits)
+    return assemble.plan_of(key, layout, replace(launch, steps=steps, workspaces=workspaces, splits=None))
 
 
 # The cache

@@ -59,7 +59,7 @@ class Result:
             "arch": job.key.arch.name,
             "dtype": job.key.dtype,
             "head_dim": job.key.head_dim,
-            "tile": [job.step.block_rows, job.step.block_columns] if job.has_tile else None,
+            "tile": [job.step.owned, job.step.streamed] if job.has_tile else None,
             "features": job.features,
             "threads": job.step.num_threads,
             "registers": self.registers,
@@ -255,7 +255,7 @@ def _table(results: Sequence[Result]) -> Table:
         shown.add_column("features")
     for result in results:
         job, step = result.job, result.job.step
-        tile = f"{step.block_rows} x {step.block_columns}" if job.has_tile else "-"
+        tile = f"{step.owned} x {step.streamed}" if job.has_tile else "-"
         cells = [job.kernel, job.key.arch.name, job.key.dtype, str(job.key.head_dim or "any"), tile]
         cells += [str(step.num_threads), str(result.registers), str(result.spill_bytes), str(result.stack_bytes)]
         cells += [

@@ -28,7 +28,7 @@ class Job:
 
     step: Step
     key: PlanKey
-    family: Family[Any] | None = None  # None: no family's
+    family: Family | None = None  # None: no family's
 
     @property
     def is_chosen(self) -> bool:
@@ -49,7 +49,7 @@ class Job:
 
     @property
     def tile(self) -> tuple[int, int, int]:
-        return self.step.block_rows, self.step.block_columns, self.step.num_threads
+        return self.step.owned, self.step.streamed, self.step.num_threads
 
     @property
     def features(self) -> str:
@@ -61,7 +61,7 @@ class Job:
         return ", ".join([*words, *([f"out={self.key.out_dtype}"] if self.key.out_dtype != self.key.dtype else [])])
 
     def __str__(self) -> str:
-        tile = f" {self.step.block_rows}x{self.step.block_columns}" if self.has_tile else ""
+        tile = f" {self.step.owned}x{self.step.streamed}" if self.has_tile else ""
         what = f"{self.kernel} {self.key.dtype} head dim {self.key.head_dim}{tile} for {self.key.arch.name}"
         return f"{what} ({self.features})" if self.features else what
 
@@ -111,13 +111,13 @@ def embedded_jobs(
     return _once(job for job in jobs if job.is_chosen)
 
 
-def _chosen_families(key: PlanKey) -> frozenset[Family[Any]]:
+def _chosen_families(key: PlanKey) -> frozenset[Family]:
     """Those that calls of any length take, deterministic or not."""
     return _chosen_of(key, tuple(families.all_families(key.op)), families.forced_names())
 
 
 @functools.lru_cache(maxsize=256)
-def _chosen_of(key: PlanKey, known: tuple[Family[Any], ...], forced: tuple[str, ...]) -> frozenset[Family[Any]]:
+def _chosen_of(key: PlanKey, known: tuple[Family, ...], forced: tuple[str, ...]) -> frozenset[Family]:
     """The same; the choice depends on the families that there are and on those that are forced."""
     keys = (dataclasses.replace(key, is_deterministic=is_deterministic) for is_deterministic in (False, True))
     return frozenset(families.select(one) for key in keys for one in _asked_lengths(key, families.select))
@@ -169,7 +169,7 @@ def covering_jobs(
         if not family.runs_on(arch) or not own_dtypes or not pairs:
             continue
         for grads in _grad_sets(family):
-            factors = {"head_dim": pairs} if crosses_head_dims else {}
+            factors: dict[Any, Sequence[Any]] = {"head_dim": pairs} if crosses_head_dims else {}
             factors |= {"dtype": own_dtypes, "out_dtype": ("own", "float32")} | _feature_values(family, grads)
             factors |= {which: which.values for which in family.length_classes}
             for choice, turn in zip(pairwise(factors), itertools.cycle(pairs), strict=False):
@@ -216,7 +216,7 @@ def edge_jobs(archs: Iterable[Arch], dtypes: Sequence[str] = DTYPES, dims: Seque
 
 def _tables(
     arch: Arch, dtypes: Sequence[str], dims: Sequence[int] | None
-) -> Iterator[tuple[Family[Any], str, tuple[int, int]]]:
+) -> Iterator[tuple[Family, str, tuple[int, int]]]:
     """Every family that runs on the architecture, with each of its dtypes and pairs of head dims."""
     for family in families.all_families():
         if family.runs_on(arch):
@@ -225,22 +225,22 @@ def _tables(
                     yield family, dtype, pair
 
 
-def _least_head_dims(family: Family[Any], pair: tuple[int, int]) -> tuple[int, int]:
+def _least_head_dims(family: Family, pair: tuple[int, int]) -> tuple[int, int]:
     """The smallest head dims that are padded to these."""
     least = tuple(1 + max((dims[i] for dims in family.head_dims if dims[i] < pair[i]), default=0) for i in (0, 1))
     return (least[0], least[1]) if family.padded(*least) == pair else pair
 
 
-def _grad_sets(family: Family[Any]) -> tuple[tuple[str, ...] | None, ...]:
+def _grad_sets(family: Family) -> tuple[tuple[str, ...] | None, ...]:
     return family.grad_sets or (None,)
 
 
-def keys_of_all_lengths(family: Family[Any], key: PlanKey) -> list[PlanKey]:
+def keys_of_all_lengths(family: Family, key: PlanKey) -> list[PlanKey]:
     """The keys of calls that differ in the classes of their lengths alone, as far as the family looks at them."""
     return list(_asked_lengths(key, lambda some: family.refuse(some) or family.launch(some, _LAYOUT)))
 
 
-def _feature_values(family: Family[Any], grads: tuple[str, ...] | None) -> dict[str, Sequence[Any]]:
+def _feature_values(family: Family, grads: tuple[str, ...] | None) -> dict[str, Sequence[Any]]:
     """The values that each feature of the family may have."""
     values: dict[str, Sequence[Any]] = {}
     for field in dataclasses.fields(Features):
@@ -254,7 +254,7 @@ def _feature_values(family: Family[Any], grads: tuple[str, ...] | None) -> dict[
 
 
 def _chosen_key(
-    family: Family[Any], choice: dict[Any, Any], pair: tuple[int, int], arch: Arch, grads: tuple[str, ...] | None
+    family: Family, choice: dict[Any, Any], pair: tuple[int, int], arch: Arch, grads: tuple[str, ...] | None
 ) -> PlanKey:
     dtype, out_dtype, pair = choice.pop("dtype"), choice.pop("out_dtype"), choice.pop("head_dim", pair)
     classes = tuple((which, choice.pop(which)) for which in family.length_classes)
@@ -298,7 +298,7 @@ def _pairs(names: Sequence[Any], choice: Mapping[Any, Any]) -> dict[Any, None]:
     return dict.fromkeys(itertools.combinations([(name, choice[name]) for name in names if name in choice], 2))
 
 
-def _jobs(family: Family[Any], keys: Iterable[PlanKey]) -> list[Job]:
+def _jobs(family: Family, keys: Iterable[PlanKey]) -> list[Job]:
     """The kernels that the family launches for the keys it takes, once for each key."""
     taken = (key for key in keys if family.refuse(key) is None)
     return [Job(step, key, family) for key in taken for step in family.launch(key, _LAYOUT).steps]

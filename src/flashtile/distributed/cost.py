@@ -24,6 +24,7 @@ from flashtile.distributed.pieces import Band, Piece, needed, pieces
 from flashtile.distributed.sharding import Shards, num_rows
 from flashtile.errors import value_error
 from flashtile.kernels import speeds
+from flashtile.kernels.arch import MEASURED_ARCH
 from flashtile.problem import AttentionArgs, Problem, head_axis
 
 PASSES = {"forward": 1.0, "backward": 2.5}  # products of matrices, relative to the forward pass
@@ -316,7 +317,7 @@ def device_of(args: AttentionArgs) -> Device:
 @functools.cache
 def measured_device(device: str, dtype: torch.dtype, head_dim: int, head_dim_v: int) -> Device:
     """The GPU of kernels/speeds.csv for "cuda", this CPU for "cpu", with the rates of the fastest backend."""
-    arch = speeds.MEASURED_ARCH if device == "cuda" else ""
+    arch = MEASURED_ARCH if device == "cuda" else ""
     batch, heads, length = speeds.LARGE[device]
     shapes = ((batch, heads, length, head_dim),) * 2 + ((batch, heads, length, head_dim_v),)
     q, k, v = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)

@@ -29,6 +29,7 @@ from torch.compiler import is_compiling
 from flashtile import facades
 from flashtile.backends import registry
 from flashtile.errors import Unsupported
+from flashtile.integrations import fastpath
 from flashtile.problem import DTYPES, MAX_HEAD_DIM
 
 
@@ -51,7 +52,6 @@ _report = Report()
 _owners = [0]
 _hooks: weakref.WeakKeyDictionary[torch.nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 _is_installed = [False]
-_had_fastpath = [True]
 
 
 def install(module: torch.nn.Module | None = None) -> Report:
@@ -133,8 +133,7 @@ def _own() -> None:
 
 def _place() -> None:
     if F.scaled_dot_product_attention is not _attend:
-        _had_fastpath[0] = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
+        fastpath.hold_off()
         F.scaled_dot_product_attention = _attend
 
 
@@ -142,7 +141,7 @@ def _restore() -> None:
     """Puts torch's function back once nobody is left."""
     if _owners[0] == 0 and not _hooks and F.scaled_dot_product_attention is _attend:
         F.scaled_dot_product_attention = _torch_function
-        torch.backends.mha.set_fastpath_enabled(_had_fastpath[0])
+        fastpath.release()
 
 
 def _attend(

@@ -139,7 +139,7 @@ def _args(
     corner = "top_left" if layout == "bhsd" else "bottom_right"
     left, right = (-1 if side is None else side for side in window)
     if rng_state is None and dropout_p > 0.0:
-        rng_state = torch.randint(_MIN_INT64, _MAX_INT64, (2,), dtype=torch.int64, device=query.device)
+        rng_state = draw_state(query.device)
     return AttentionArgs(
         *(query, key, value),
         rng_state=rng_state,
@@ -152,6 +152,11 @@ def _args(
         needs_grad=True,
         **more,
     )
+
+
+def draw_state(device: torch.device) -> Tensor:
+    """Draws seed and offset of a call with dropout from torch's generator of the device."""
+    return torch.randint(_MIN_INT64, _MAX_INT64, (2,), dtype=torch.int64, device=device)
 
 
 def _lengths(cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int) -> dict[str, Any]:

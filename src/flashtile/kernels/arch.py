@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 
 from flashtile.errors import value_error
 
+_TURING_DTYPES = frozenset({"float16"})
+_AMPERE_DTYPES = frozenset({"float16", "bfloat16", "float32"})
+
 
 @dataclass(frozen=True)
 class Arch:
@@ -18,10 +21,16 @@ class Arch:
     max_warps: int
     max_blocks: int
     reserved_shared_bytes: int  # the system's own share of each block
-    max_thread_scores: int = 64  # of a tile, that the compiler keeps in a thread's registers without a spill
+    mma_dtypes: frozenset[str] = _AMPERE_DTYPES  # that mma.sync multiplies; float32 as TF32
+    has_fast_tf32: bool = False  # 8 times the rate of FMA. Elsewhere it has about the same: three products are slower
     suffix: str = ""  # "a": with the instructions that only this architecture has
     has_wgmma: bool = False
     target: str = ""  # what is compiled for, where it is not the architecture itself (FLASHTILE_ARCH)
+
+    @property
+    def base(self) -> int:
+        """The number of the architecture in ARCHS whose limits and tiles count."""
+        return max(number for number in ARCHS if number // 10 == self.number // 10 and number <= self.number)
 
     @property
     def name(self) -> str:
@@ -53,14 +62,14 @@ _KB = 1024
 ARCHS = {
     arch.number: arch
     for arch in (
-        Arch(61, 48 * _KB, 96 * _KB, 64, 32, 0),
-        Arch(75, 64 * _KB, 64 * _KB, 32, 16, 0),
-        Arch(80, 163 * _KB, 164 * _KB, 64, 32, _KB),
+        Arch(61, 48 * _KB, 96 * _KB, 64, 32, 0, frozenset()),
+        Arch(75, 64 * _KB, 64 * _KB, 32, 16, 0, _TURING_DTYPES),
+        Arch(80, 163 * _KB, 164 * _KB, 64, 32, _KB, has_fast_tf32=True),
         Arch(86, 99 * _KB, 100 * _KB, 48, 16, _KB),
         Arch(89, 99 * _KB, 100 * _KB, 48, 24, _KB),
-        Arch(90, 227 * _KB, 228 * _KB, 64, 32, _KB, suffix="a", has_wgmma=True),
-        Arch(100, 227 * _KB, 228 * _KB, 64, 32, _KB, max_thread_scores=32),
-        Arch(120, 99 * _KB, 100 * _KB, 48, 24, _KB, max_thread_scores=32),
+        Arch(90, 227 * _KB, 228 * _KB, 64, 32, _KB, has_fast_tf32=True, suffix="a", has_wgmma=True),
+        Arch(100, 227 * _KB, 228 * _KB, 64, 32, _KB, has_fast_tf32=True),
+        Arch(120, 99 * _KB, 100 * _KB, 48, 24, _KB),
     )
 }
 
@@ -73,12 +82,21 @@ def arch_of(major: int, minor: int) -> Arch | None:
     older = [arch for arch in ARCHS.values() if arch.number // 10 == major and arch.number < number]
     if not older:
         return None
-    return replace(max(older, key=lambda arch: arch.number), number=number)
+    # Its rate of TF32 is not known
+    return replace(max(older, key=lambda arch: arch.number), number=number, has_fast_tf32=False)
 
 
 # Multiprocessors of a well-known GPU of each, for questions about GPUs that are not here: GTX 1080 Ti, T4, A100, RTX
 # A6000, L40S, H200, B200, RTX 5090
 _MULTIPROCESSORS = {61: 28, 75: 40, 80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 170}
+
+
+MEASURED_ARCH = "sm_90"  # whose times in speeds.csv stand in for GPUs that are not there
+
+
+def has_mma_sync_alone(name: str) -> bool:
+    """True if the tensor cores of an architecture have neither wgmma nor tcgen05."""
+    return not 90 <= int(name.removeprefix("sm_").removesuffix("a")) < 120
 
 
 def typical_multiprocessors(arch: Arch) -> int:

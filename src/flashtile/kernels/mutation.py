@@ -17,7 +17,6 @@ from pathlib import Path
 _INCLUDE = Path(__file__).resolve().parent.parent / "include"
 _LIST = _INCLUDE / "flashtile" / "core" / "mutation.cuh"
 _ENTRY = re.compile(r"^ +(\w+), +// (?:(memcheck|racecheck|initcheck|synccheck): )?(.*)$", re.MULTILINE)
-_FAMILY = re.compile(r"((?:fwd|bwd|decode)_sm\d+(?:_wide|_short|_f32(?:_direct)?)?)_")
 _USE = re.compile(r"mutates\(Mutation::(\w+)\)")
 _INCLUDED = re.compile(r'^#include "(.*)"$', re.MULTILINE)
 _DEFINE = "#define FT_MUTATION"
@@ -26,27 +25,12 @@ _planted: str | None = None
 
 @dataclass(frozen=True)
 class Mutation:
-    """One fault."""
+    """One fault. If it is in the kernel of one family alone, its name begins with that of the family, as in
+    fwd_sm90_rescale (families.fault_family)."""
 
     name: str
     what: str
     tool: str | None  # of compute-sanitizer, where that alone is sure to see it
-
-    @property
-    def family(self) -> str | None:
-        """The family whose kernel alone has it: the prefix of its name, as in fwd_sm90_rescale."""
-        found = _FAMILY.match(self.name)
-        return found[1] if found else None
-
-    @property
-    def families(self) -> tuple[str, ...]:
-        """Those in which it is looked for: its own, or the ones that run on every GPU and have all shared code."""
-        return ("fwd_simt", "bwd_simt") if self.family is None else (self.family,)
-
-    @property
-    def kind(self) -> str:
-        """Its name without the family."""
-        return _FAMILY.sub("", self.name)
 
 
 def mutations() -> list[Mutation]:

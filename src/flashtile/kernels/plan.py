@@ -215,14 +215,15 @@ class Step:
     unit: str
     entry: str
     grid: Grid
-    block_rows: int
-    block_columns: int
+    owned: int  # rows of a block's own tile, 1 in a kernel without tiles
+    streamed: int  # rows of the tiles that stream by
     num_threads: int
     shared_bytes: int
     is_for_splits: bool = False  # left out where the keys are not split
     max_blocks: int = 0  # for each multiprocessor, of a persistent grid; 0: a block for each work item
     cluster: int = 1  # blocks of a cluster: `grid` counts clusters; 1 where max_blocks is given
     starts_early: bool = False  # on sm_90 and newer: may start while the kernel before it ends, and waits for it itself
+    owns: str = "queries"  # or "keys": what a block owns; the other streams by
 
     def __post_init__(self) -> None:
         if not 1 <= self.cluster <= _MAX_CLUSTER:
@@ -234,6 +235,12 @@ class Step:
     def name(self) -> str:
         """The kernel without its template arguments."""
         return self.entry.split("<")[0].removeprefix("flashtile::")
+
+    @property
+    def tile(self) -> str:
+        """The tile in words, as in "128 keys x 64 queries"."""
+        other = "queries" if self.owns == "keys" else "keys"
+        return f"{self.owned} {self.owns} x {self.streamed} {other}"
 
 
 ENGINE_DTYPES = ("float32", "float16", "bfloat16", "float64")  # csrc/cpu/engine.h: Element

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import csv
 import functools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from flashtile.kernels.arch import MEASURED_ARCH, has_mma_sync_alone
 from flashtile.kernels.length_class import ManyScores
 from flashtile.kernels.spec import Features
 
@@ -24,10 +26,8 @@ SIZE = ManyScores(22)  # 4 million scores: under that, launches take longer than
 SLOW = 2.0
 # The reference calls: (batch, heads, length)
 LARGE = {"cuda": (2, 16, 4096), "cpu": (1, 4, 1024)}
-MEASURED_ARCH = "sm_90"  # stands in for GPUs that are not in the table
 # 16-bit products of these are wgmma on the measured GPU, and mma.sync on a GPU that has nothing else
 BY_WGMMA = frozenset({"triton", "flex", "sdpa-cudnn"})
-MMA_SYNC = {"forward": ("fwd_sm80", "fwd_sm80_wide"), "backward": ("bwd_sm80", "bwd_sm80_wide")}
 OPS = ("forward", "backward")
 
 
@@ -110,26 +110,26 @@ def _rows(kind: Kind, option: str) -> dict[str, float]:
     return {} if row is None else row.us
 
 
-def time_us(provider: str, kind: Kind) -> float | None:
+def time_us(provider: str, kind: Kind, by_mma_sync: Iterable[str]) -> float | None:
     """The provider's time for this kind of call, that of its slowest option; None where it is not known.
 
     On a GPU with mma.sync alone, a provider that was measured with wgmma is taken to need at least the time of the
-    mma.sync kernels for a plain call, and for an option what it costs the provider on the measured GPU."""
+    fastest of `by_mma_sync` for a plain call, and for an option what it costs the provider on the measured GPU."""
     if provider not in BY_WGMMA or not _has_mma_sync_alone(kind):
         return _measured_us(provider, kind)
     plain = kind._replace(options=())
-    by_mma_sync = [us for name in MMA_SYNC[kind.op] if (us := _measured_us(name, plain)) is not None]
+    least = [us for name in by_mma_sync if (us := _measured_us(name, plain)) is not None]
     us, plain_us = _measured_us(provider, kind), _measured_us(provider, plain)
-    if not by_mma_sync or us is None or plain_us is None:
+    if not least or us is None or plain_us is None:
         return None
-    return max(min(by_mma_sync) * (us / plain_us), us)
+    return max(min(least) * (us / plain_us), us)
 
 
 def _has_mma_sync_alone(kind: Kind) -> bool:
     """A 16-bit call on a GPU that was not measured and has neither wgmma nor tcgen05."""
     if kind.arch == "cpu" or kind.arch in _archs() or kind.dtype not in ("float16", "bfloat16"):
         return False
-    return not 90 <= int(kind.arch.removeprefix("sm_")) < 120
+    return has_mma_sync_alone(kind.arch)
 
 
 def _measured_us(provider: str, kind: Kind) -> float | None:

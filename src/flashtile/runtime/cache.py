@@ -1,7 +1,8 @@
 """Caches compiled kernels: in memory, on disk, and embedded in the package if it was built with kernels.
 
 Directory: FLASHTILE_CACHE_DIR, else flashtile/ below XDG_CACHE_HOME or ~/.cache; FLASHTILE_CACHE=0 disables the disk
-cache. The directory must belong to the user and have mode 0700. A file holds a header (magic, format, SHA-256 of the
+cache. The directory must belong to the user and have mode 0700, except on Windows, where the folders of a user are
+closed to others and have neither. A file holds a header (magic, format, SHA-256 of the
 rest), a length-prefixed JSON object that contains the key, and the cubin. It is renamed into place when complete, so
 any number of processes may share the directory. A disk error costs one warning and a compilation, never an exception; a
 file that fails a check is never loaded as a kernel.
@@ -21,6 +22,7 @@ import os
 import re
 import stat
 import struct
+import sys
 import tempfile
 import threading
 import time
@@ -112,7 +114,7 @@ class KernelCache:
         path = directory / name
         try:
             with path.open("rb") as file:
-                if os.fstat(file.fileno()).st_uid != os.geteuid():
+                if not _belongs_to_user(os.fstat(file.fileno())):
                     raise ValueError("it belongs to another user")
                 return _unpack(file.read(), key, fields)
         except FileNotFoundError:
@@ -150,9 +152,9 @@ class KernelCache:
         except OSError as error:
             reason = str(error)
         else:
-            if state.st_uid != os.geteuid():
+            if not _belongs_to_user(state):
                 reason = f"it belongs to user {state.st_uid}"
-            elif stat.S_IMODE(state.st_mode) & 0o077:
+            elif sys.platform != "win32" and stat.S_IMODE(state.st_mode) & 0o077:
                 reason = (
                     f"its mode {stat.S_IMODE(state.st_mode):04o} lets others in; run chmod 700, or set "
                     "FLASHTILE_CACHE_DIR"
@@ -280,6 +282,10 @@ def _remove_stale(directory: Path) -> None:
             with contextlib.suppress(OSError):  # another process may have removed it
                 if time.time() - path.lstat().st_mtime > _STALE_S:
                     path.unlink()
+
+
+def _belongs_to_user(state: os.stat_result) -> bool:
+    return sys.platform == "win32" or state.st_uid == os.geteuid()
 
 
 def _pack(meta: dict[str, Any], content: bytes) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import torch
 
 from flashtile.errors import unsupported
 
-_LIBRARY = "libcuda.so.1"
+_LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 _ARGUMENTS: dict[str, tuple[type, ...] | None] = {
     "cuInit": (c_uint,),
     "cuDriverGetVersion": (POINTER(c_int),),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +30,8 @@ def _load() -> tuple[ModuleType | None, str | None]:
     except ModuleNotFoundError as error:
         if error.name != _NAME:
             raise
+        if sys.platform == "win32":
+            return None, "the C++ extension is not made for Windows; everything works through Python, slower"
         return (
             None,
             (

@@ -1,8 +1,8 @@
 """Finds NVRTC, NVIDIA's compiler library. No CUDA toolkit and no host compiler are needed.
 
-Search order: the file that FLASHTILE_NVRTC names; the files of an installed package of _PACKAGES, by its metadata; a
-toolkit in CUDA_HOME, CUDA_PATH or /usr/local/cuda; the search path of the dynamic loader. Only the last one opens the
-library: a process whose kernels are cached never loads the compiler.
+Search order: the file that FLASHTILE_NVRTC names; the files of an installed package of _PACKAGES, by its metadata; on
+Windows, torch's own lib folder; a toolkit in CUDA_HOME, CUDA_PATH or /usr/local/cuda; the search path of the dynamic
+loader. Only the last one opens the library: a process whose kernels are cached never loads the compiler.
 
 Packages are looked for beside torch, in site-packages, then in the other folders of sys.path. The current directory,
 which Python puts there for `python -m`, does not count: a file that lies there by chance is never loaded as a compiler.
@@ -26,9 +26,21 @@ import torch
 
 from flashtile.errors import Unsupported, unsupported
 
-_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
+
+@dataclass(frozen=True)
+class _Files:
+    """What the files of NVRTC are called on one platform, preferred names first, and where a toolkit has them."""
+
+    names: tuple[str, ...]
+    builtins: str
+    folders: tuple[str, ...]
+
+
+_LINUX = _Files(("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"), "libnvrtc-builtins.so*", ("lib64",))
+# A package may hold builtins of another kind, *.alt.dll, which this NVRTC does not open
+_WINDOWS = _Files(("nvrtc64_130_0.dll", "nvrtc64_120_0.dll"), "nvrtc-builtins64_*[0-9].dll", ("bin/x64", "bin"))
 _PACKAGES = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc-cu12")
-_ACCEPTED = "libnvrtc of CUDA 12 or 13"
+_ACCEPTED = "NVRTC of CUDA 12 or 13"
 _HINT = "Install the package nvidia-cuda-nvrtc, or set FLASHTILE_NVRTC to the library file"
 
 
@@ -42,7 +54,7 @@ class Toolchain:
     def files(self) -> tuple[Path, ...]:
         """The builtins libraries and the library itself, each file once, in the order to open them."""
         path = Path(self.path)
-        return (*sorted({builtins.resolve() for builtins in path.parent.glob("libnvrtc-builtins.so*")}), path)
+        return (*sorted({builtins.resolve() for builtins in path.parent.glob(_platform().builtins)}), path)
 
     @functools.cached_property
     def library(self) -> ctypes.CDLL:
@@ -85,16 +97,24 @@ class Toolchain:
         return total.hexdigest()
 
 
+def _platform() -> _Files:
+    return _WINDOWS if sys.platform == "win32" else _LINUX
+
+
 def candidates() -> Iterator[Path]:
     """Every path that the library may have, preferred ones first."""
+    platform = _platform()
     for folder in _package_folders():
         for package in _PACKAGES:
             for found in metadata.distributions(name=package, path=[folder]):
                 files = {file.name: found.locate_file(file) for file in found.files or ()}
-                yield from (Path(str(files[name])) for name in _NAMES if name in files)
+                yield from (Path(str(files[name])) for name in platform.names if name in files)
+    if platform is _WINDOWS:
+        yield from (Path(torch.__file__).parent / "lib" / name for name in platform.names)
     for root in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
         if root:
-            yield from (Path(os.path.expanduser(root)) / "lib64" / name for name in _NAMES)
+            folders = [Path(os.path.expanduser(root)) / folder for folder in platform.folders]
+            yield from (folder / name for folder in folders for name in platform.names)
 
 
 def _package_folders() -> list[str]:
@@ -131,7 +151,7 @@ def find() -> Toolchain:
     for path in candidates():
         if path.is_file():
             return Toolchain(str(path.absolute()))
-    for name in _NAMES:
+    for name in _platform().names:
         if path_found := _on_loader_path(name):
             return Toolchain(path_found)
     raise _missing()
@@ -139,8 +159,8 @@ def find() -> Toolchain:
 
 def _missing() -> Unsupported:
     got = (
-        f"none of {', '.join(_NAMES)} in an installed package ({', '.join(_PACKAGES)}), "
-        "in lib64 of CUDA_HOME, CUDA_PATH or /usr/local/cuda, or on the loader's path"
+        f"none of {', '.join(_platform().names)} in an installed package ({', '.join(_PACKAGES)}), "
+        f"in {' or '.join(_platform().folders)} of CUDA_HOME, CUDA_PATH or /usr/local/cuda, or on the loader's path"
     )
     return unsupported("NVRTC", got, _ACCEPTED, _HINT)
 
@@ -157,9 +177,19 @@ class _DlInfo(ctypes.Structure):
 def _on_loader_path(name: str) -> str | None:
     """The file that the dynamic loader finds for a bare library name. Opens the library."""
     try:
-        function = ctypes.CDLL(name).nvrtcVersion
+        library = ctypes.CDLL(name)
+        function = library.nvrtcVersion
+        if sys.platform == "win32":
+            return _file_of_module(library._handle)
         info = _DlInfo()
         found = ctypes.CDLL(None).dladdr(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(info))
     except (OSError, AttributeError):
         return None
     return os.path.realpath(os.fsdecode(info.file)) if found and info.file else None
+
+
+def _file_of_module(handle: int) -> str | None:
+    """The file of a library that Windows has loaded."""
+    buffer = ctypes.create_unicode_buffer(1 << 15)
+    length = ctypes.CDLL("kernel32").GetModuleFileNameW(ctypes.c_void_p(handle), buffer, len(buffer))
+    return buffer.value if 0 < length < len(buffer) else None

@@ -6,6 +6,7 @@
 // include the C++ standard library.
 #pragma once
 
+#include "../old_symbols.h"
 #include "flashtile/attn/params.cuh"
 
 #if defined(__x86_64__)

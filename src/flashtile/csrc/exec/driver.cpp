@@ -4,6 +4,8 @@
 
 #include <type_traits>
 
+#include "../old_symbols.h"
+
 namespace flashtile {
 
 const char* Driver::open(const char* library) {

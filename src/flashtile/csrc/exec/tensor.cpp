@@ -4,6 +4,8 @@
 
 #include <stdexcept>
 
+#include "../old_symbols.h"
+
 namespace flashtile {
 namespace {
 

@@ -16,14 +16,13 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from flashtile.errors import Unsupported, dtype_name, value_error
 from flashtile.kernels import speeds
 from flashtile.kernels.arch import Arch, arch_named
-from flashtile.kernels.families.base import Family, Launch, Row, forced_rows
+from flashtile.kernels.families.base import Family, Launch, forced_rows
 from flashtile.kernels.families.bwd_simt import BwdSimt
 from flashtile.kernels.families.bwd_sm80 import BwdSm80
 from flashtile.kernels.families.bwd_sm80_f32 import BwdSm80F32
@@ -41,38 +40,41 @@ from flashtile.kernels.families.fwd_sm90_f32 import FwdSm90F32
 from flashtile.kernels.families.fwd_sm90_f32_direct import FwdSm90F32Direct
 from flashtile.kernels.families.fwd_sm90_short import FwdSm90Short
 from flashtile.kernels.families.fwd_sm90_wide import FwdSm90Wide
+from flashtile.kernels.families.tiles import TABLE, Row, Tile, check_kernels
 from flashtile.kernels.length_class import LengthClass, LongLengths
 from flashtile.kernels.mutation import Mutation
 from flashtile.kernels.spec import PlanKey, features_of
 from flashtile.problem import Problem
 
-__all__ = ["Family", "Launch", "Row", "all_families", "forced_rows", "register"]
+__all__ = ["Family", "Launch", "Row", "Tile", "all_families", "forced_rows", "register"]
 
 _SWITCH = "FLASHTILE_FAMILY"
 # Where rows that are not aligned may be copied to where they are: with fewer keys to a row a copy takes longer than it
 # saves (docs/limits.md)
 COPIES = {"forward": LongLengths(1024, 1024), "backward": LongLengths(256, 256)}
 _COPY_COST = 1.25  # the time with copies over that without: a quarter more at those lengths
-_families: list[Family[Any]] = []
+_families: list[Family] = []
 
 
-def register(family: Family[Any]) -> None:
-    """Adds a family; its name must be new."""
+def register(family: Family) -> None:
+    """Adds a family; its name must be new, and its tiles in order."""
     if any(known.name == family.name for known in _families):
         raise value_error("family", repr(family.name), "a name that no family has")
+    if missing := [kernel for kernel, tiles in family.tiles.items() if not tiles]:
+        raise value_error("family", f"{family.name!r} without a tile of {missing[0]}", "one with tiles of each kernel")
     _families.append(family)
 
 
-def unregister(family: Family[Any]) -> None:
+def unregister(family: Family) -> None:
     _families.remove(family)
 
 
-def all_families(op: str | None = None) -> list[Family[Any]]:
+def all_families(op: str | None = None) -> list[Family]:
     """Those of an op, or all."""
     return [family for family in _families if op in (None, family.op)]
 
 
-def find(name: str) -> Family[Any]:
+def find(name: str) -> Family:
     for family in _families:
         if family.name == name:
             return family
@@ -96,6 +98,7 @@ register(BwdSm80Wide())
 register(BwdSimt())
 register(BwdSm90F32())
 register(BwdSm80F32())
+check_kernels(TABLE, (kernel for family in _families for kernel in family.kernels))
 
 
 # Selection
@@ -141,13 +144,13 @@ def _named(key: PlanKey) -> list[str]:
     return [name for name in known if name in forced] or known
 
 
-def fastest(key: PlanKey) -> Family[Any] | None:
+def fastest(key: PlanKey) -> Family | None:
     """The family that takes the call, or None."""
     return _fastest(key, forced_names(), tuple(all_families(key.op)))
 
 
 @functools.lru_cache(maxsize=4096)
-def _fastest(key: PlanKey, forced: tuple[str, ...], known: tuple[Family[Any], ...]) -> Family[Any] | None:
+def _fastest(key: PlanKey, forced: tuple[str, ...], known: tuple[Family, ...]) -> Family | None:
     """Asks from the fastest on, and slower ones only while none takes the call without a drawback."""
     named = [family for family in known if family.name in forced] or known
     asked = [family for family in named if key.dtype in family.dtypes]
@@ -161,7 +164,7 @@ def _fastest(key: PlanKey, forced: tuple[str, ...], known: tuple[Family[Any], ..
     return slower
 
 
-def select(key: PlanKey) -> Family[Any]:
+def select(key: PlanKey) -> Family:
     """The family that takes the call; an error where there is none."""
     family = fastest(key)
     if family is None:
@@ -174,14 +177,19 @@ def time_us(key: PlanKey) -> float | None:
     """The measured time of the family that takes the call; None where none does, or it is not known."""
     family = fastest(key)
     kind = kind_of(key)
-    us = None if family is None else speeds.time_us(family.timed_as(key), kind)
+    us = None if family is None else provider_us(family.timed_as(key), kind)
     # The time of a small call is that of its launch, beside which copies take none
     return us * _COPY_COST if us is not None and key.copies_rows and kind.is_large else us
 
 
-def _large_us(family: Family[Any], key: PlanKey) -> float:
+def provider_us(provider: str, kind: speeds.Kind) -> float | None:
+    """The time of a family, a backend or a torch kernel for calls of a kind; None where it is not known."""
+    return speeds.time_us(provider, kind, (family.name for family in all_families(kind.op) if family.is_by_mma_sync))
+
+
+def _large_us(family: Family, key: PlanKey) -> float:
     """The family's time of such a call if it were large."""
-    us = speeds.time_us(family.timed_as(key), kind_of(key)._replace(is_large=True))
+    us = provider_us(family.timed_as(key), kind_of(key)._replace(is_large=True))
     return math.inf if us is None else us
 
 
@@ -270,14 +278,36 @@ def length_classes(op: str) -> tuple[LengthClass, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def _length_classes(op: str, known: tuple[Family[Any], ...]) -> tuple[LengthClass, ...]:
+def _length_classes(op: str, known: tuple[Family, ...]) -> tuple[LengthClass, ...]:
     of_families = (one for family in known if family.op == op for one in family.length_classes)
     return tuple(dict.fromkeys((speeds.SIZE, COPIES[op], *of_families)))
 
 
-def is_reachable(mutation: Mutation, arch: Arch) -> bool:
-    """A fault in a family's kernel shows only where the family runs."""
-    return mutation.family is None or find(mutation.family).runs_on(arch)
+# Planted faults
+
+
+def fault_family(fault: Mutation) -> Family | None:
+    """The family whose kernels alone have the fault: the one with the longest name that its name begins with."""
+    found = [family for family in _families if fault.name.startswith(f"{family.name}_")]
+    return max(found, key=lambda family: len(family.name), default=None)
+
+
+def families_with(fault: Mutation) -> tuple[Family, ...]:
+    """The families in which a fault is looked for: its own, or those with all shared code."""
+    own = fault_family(fault)
+    return tuple(family for family in _families if family.has_all_shared_code) if own is None else (own,)
+
+
+def fault_kind(fault: Mutation) -> str:
+    """The name of a fault without that of its family."""
+    own = fault_family(fault)
+    return fault.name if own is None else fault.name.removeprefix(f"{own.name}_")
+
+
+def is_reachable(fault: Mutation, arch: Arch) -> bool:
+    """True if some family with the fault runs on the architecture."""
+    own = fault_family(fault)
+    return own is None or own.runs_on(arch)
 
 
 def tile_sizes() -> frozenset[int]:

@@ -1,83 +1,29 @@
-"""What a kernel family is: one object that knows everything about one kernel of one op, or a group launched together.
+"""A kernel family: one object that knows everything about one kernel of one op, or about a group launched together.
 
-A family says why it refuses a call, which rows (tiles) it has, which features it takes, and what its plan launches.
-Everything else loops over the families: selection, plans, `compile`, `explain`, `check`, `bench --tiles`, the
-sanitizers, prewarm and the support table of README. docs/map.md, "Adding a kernel", has the list of files.
+A family says why it refuses a call, which features it takes, and what its plan launches; its tiles are lines of
+tiles.csv. Everything else loops over the families: selection, plans, `compile`, `explain`, `check`, `bench --tiles`,
+the sanitizers, prewarm and the support table of README. docs/map.md, "Adding a kernel", has the list of files.
 """
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
-from typing import Generic, TypeVar
+from types import MappingProxyType
+from typing import ClassVar
 
 from flashtile.kernels.arch import Arch
+from flashtile.kernels.families.tiles import TABLE, Dims, Kernel, Knobs, Row, Tile, tiles_of, words_of
 from flashtile.kernels.length_class import LengthClass
 from flashtile.kernels.params import Params, Struct
 from flashtile.kernels.plan import Grid, MapPatch, Operand, SplitRule, Step, Workspace
 from flashtile.kernels.source import unit
 from flashtile.kernels.spec import CallLayout, Features, PlanKey
-
-
-@dataclass(frozen=True)
-class Row(ABC):
-    """One kernel for one dtype, padded head dims and tile: a row of a family's table."""
-
-    kernel: str  # with `_kernel` behind it, the C++ function
-    dtype: str  # of q, k and v
-    out_dtype: str
-    head_dim: int  # padded
-    head_dim_v: int
-    block_m: int  # kBlockM of the kernel: queries of a tile. In bwd_dkdv_simt, whose code is that of bwd_dq_simt: keys
-    block_n: int  # kBlockN: keys; there queries
-
-    @property
-    @abstractmethod
-    def header(self) -> str | Path:
-        """The .cuh under include/flashtile/kernels/, without its ending; a path where it is not part of this
-        package."""
-
-    @property
-    def struct(self) -> Struct:
-        """What the kernel is passed."""
-        return Params
-
-    @property
-    @abstractmethod
-    def num_threads(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def shared_bytes(self) -> int:
-        """The size of the kernel's storage struct; `facts` asserts it."""
-
-    @property
-    @abstractmethod
-    def config(self) -> str:
-        """The C++ config type, without its namespace."""
-
-    @property
-    @abstractmethod
-    def label(self) -> str:
-        """What tells it from the other tiles of its kernel and head dims, in words."""
-
-    @abstractmethod
-    def facts(self, features: Features) -> dict[str, tuple[str, object]]:
-        """What Python and C++ must agree on: the message of the static_assert -> (C++ expression, value)."""
-
-    def unfit(self, arch: Arch) -> str | None:
-        """Why the row cannot run on the architecture, or None."""
-        if self.shared_bytes > arch.shared_bytes:
-            kib, limit = self.shared_bytes / 1024, arch.shared_bytes // 1024
-            return f"{kib:.0f} KiB of shared memory, and a block of {arch.name} may have {limit}"
-        return None
-
-    def spills(self, arch: Arch) -> bool:
-        """It is known to spill registers there, so that it is not taken."""
-        return False
 
 
 @dataclass(frozen=True)
@@ -94,24 +40,30 @@ class Launch:
     struct: Struct = Params
 
 
-RowT = TypeVar("RowT", bound=Row)
-
-
-class Family(ABC, Generic[RowT]):
+class Family(ABC):
     """One family. Its name is the stem of its .cuh and what FLASHTILE_FAMILY names."""
 
     name: str
     op: str  # "forward" or "backward"
     summary: str  # one line, for docs and `explain`
-    kernels: tuple[str, ...]  # those with tiles
-    dtypes: tuple[str, ...]
-    head_dims: tuple[tuple[int, int], ...]  # padded (head_dim, head_dim_v), in rising order
+    kernel_types: tuple[Kernel, ...]  # the kernels with tiles
+    table: Path = TABLE  # the file of its tiles
+    own_words: frozenset[str] = frozenset()  # words of its lines that no other family has; `words` says when they hold
     features: frozenset[str] = frozenset(item.name for item in fields(Features))  # that need not have their defaults
     length_classes: tuple[LengthClass, ...] = ()
     takes_out_dtypes = True  # an output in another dtype than q
     takes_overlapping_rows = True  # in memory; TMA does not
     takes_any_scale = True  # 0 and negative ones, too
     needs_wgmma = False
+    is_by_mma_sync = False  # its 16-bit products; else they are FMA or wgmma
+    # What the checks of the kernels ask
+    has_all_shared_code = False  # faults in shared headers are looked for in its kernels, which run on every GPU
+    # A fault's name without the family's -> what a problem must have, beside what mutants.NEEDS says, for it to show
+    fault_needs: ClassVar[Mapping[str, Mapping[str, object]]] = MappingProxyType({})
+    # A tool of compute-sanitizer -> pattern of the C++ names of kernels whose machine code it misreads (docs/check.md)
+    misread_by: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    flags_workspace = ""  # the workspace with flags that its blocks wait for and that nobody has written before
+    few_queries: int | None = None  # queries of the calls that check it, where it takes few alone
     grad_sets: tuple[tuple[str, ...], ...] = ()  # of a backward family: gradients that together launch every kernel
 
     def runs_on(self, arch: Arch) -> bool:
@@ -151,42 +103,94 @@ class Family(ABC, Generic[RowT]):
         """The first pair of head dims that holds a call's, or None."""
         return next((pair for pair in self.head_dims if head_dim <= pair[0] and head_dim_v <= pair[1]), None)
 
-    @abstractmethod
-    def every_row(self, dtype: str) -> Iterator[RowT]:
-        """The whole table, with results in the same dtype."""
+    @cached_property
+    def kernels(self) -> tuple[str, ...]:
+        return tuple(kernel.name for kernel in self.kernel_types)
+
+    @cached_property
+    def tiles(self) -> Mapping[str, tuple[Tile, ...]]:
+        """The tiles of each kernel, the preferred first."""
+        return tiles_of(self.table, self.kernel_types, self.own_words)
+
+    @cached_property
+    def dtypes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(dtype for tiles in self.tiles.values() for tile in tiles for dtype in tile.dtypes))
+
+    @cached_property
+    def head_dims(self) -> tuple[Dims, ...]:
+        """Padded (head_dim, head_dim_v), in rising order."""
+        return tuple(sorted({tile.dims for tiles in self.tiles.values() for tile in tiles}))
+
+    def num_options(self, key: PlanKey) -> int:
+        """How many options of a call cost registers: what `options>0` in the table counts."""
+        return key.features.num_score_options
+
+    def words(self, key: PlanKey, dims: Dims) -> frozenset[str]:
+        """The words of the table that hold for a call. Subclasses add those of their own."""
+        return words_of(key, dims, self.num_options(key))
+
+    def call_knobs(self, tile: Tile, key: PlanKey | None) -> Knobs:
+        """Knobs of a config that the call decides, not the tile. key: None for a plain call of whole head dims."""
+        return ()
+
+    def row(self, tile: Tile, dtype: str, key: PlanKey | None = None) -> Row:
+        """A tile as a call takes it; without a key as a plain call does."""
+        (kernel,) = (kernel for kernel in self.kernel_types if kernel.name == tile.kernel)
+        row = Row(kernel, tile, dtype, dtype if key is None else key.out_dtype, self.call_knobs(tile, key))
+        return row if key is None else row.with_options(key.features)
+
+    def every_row(self, dtype: str) -> Iterator[Row]:
+        """The whole table, with results in the same dtype; without lines that differ from others only under a bias."""
+        for tiles in self.tiles.values():
+            yield from (self.row(tile, dtype) for tile in tiles if dtype in tile.dtypes and not tile.needs("bias"))
 
     def tile_sizes(self) -> frozenset[int]:
         """Every length of a tile, in queries or keys: where lengths take different ways."""
-        return frozenset(size for row in self.every_row(self.dtypes[0]) for size in (row.block_m, row.block_n))
+        return frozenset(
+            size for tiles in self.tiles.values() for tile in tiles for size in (tile.owned, tile.streamed)
+        )
 
-    @abstractmethod
-    def candidates(self, kernel: str, key: PlanKey) -> Iterator[RowT]:
+    def candidates(self, kernel: str, key: PlanKey) -> Iterator[Row]:
         """Every row of one of its kernels that takes the call, the preferred first, whether or not it fits the GPU."""
+        dims = self.padded(key.head_dim, key.head_dim_v)
+        assert dims is not None  # else refused
+        words = self.words(key, dims)
+        tiles = (tile for tile in self.tiles[kernel] if tile.dims == dims and key.dtype in tile.dtypes)
+        taken = sorted((tile for tile in tiles if not tile.is_refused(words)), key=lambda tile: tile.is_last(words))
+        return (self.row(tile, key.dtype, key) for tile in taken)
 
-    def rows(self, kernel: str, key: PlanKey) -> list[RowT]:
+    def rows(self, kernel: str, key: PlanKey) -> list[Row]:
         """The candidates that fit the GPU."""
-        found = self.candidates(kernel, key)
-        return [row for row in found if row.unfit(key.arch) is None and not row.spills(key.arch)]
+        return list(self._fitting(kernel, key))
 
-    def select(self, kernel: str, key: PlanKey) -> RowT:
+    def has_row(self, kernel: str, key: PlanKey) -> bool:
+        return any(True for _ in self._fitting(kernel, key))
+
+    def _fitting(self, kernel: str, key: PlanKey) -> Iterator[Row]:
+        return (row for row in self.candidates(kernel, key) if row.unfit(key.arch) is None)
+
+    def select(self, kernel: str, key: PlanKey) -> Row:
         """The row that a call takes."""
-        rows = self.rows(kernel, key)
-        return rows[min(_forced_rows.get(kernel, 0), len(rows) - 1)]
+        forced = _forced_rows.get(kernel, 0)
+        if isinstance(forced, Row):
+            return forced
+        *_, row = itertools.islice(self._fitting(kernel, key), forced + 1)
+        return row
 
     @abstractmethod
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
-        """What the plan of a call launches."""
+        """Returns what the plan of a call launches."""
 
     @abstractmethod
-    def launch_row(self, row: RowT, key: PlanKey, layout: CallLayout) -> Launch:
-        """The same by one row, which need not be one that `candidates` gives, without splits."""
+    def step(self, row: Row, key: PlanKey, layout: CallLayout) -> Step:
+        """The launch of one row, which need not be one that `candidates` gives."""
 
     def timed_as(self, key: PlanKey) -> str:
         """The family whose times stand for its own: another where it was measured to be faster than that one."""
         return self.name
 
     def tile_note(self, key: PlanKey) -> str:
-        """What `explain` adds to the tile of a call."""
+        """Returns what `explain` adds to the tile of a call."""
         return ""
 
     def support(self) -> str:
@@ -219,34 +223,36 @@ def tile_step(
     starts_early: bool = False,
 ) -> Step:
     """The launch of a kernel with tiles."""
-    text, entry = unit(row.header, row.kernel, row.config, row.struct, features, row.facts(features))
+    kernel, row = row.of, row.with_options(features)
+    text, entry = unit(kernel.header, kernel.name, row.config, kernel.struct, features, row.facts(features))
     return Step(
         text,
         entry,
         grid,
-        row.block_m,
-        row.block_n,
+        row.owned,
+        row.streamed,
         row.num_threads,
         row.shared_bytes,
         max_blocks=max_blocks,
         cluster=cluster,
         starts_early=starts_early,
+        owns=kernel.owns,
     )
 
 
-# Rows other than the preferred, for the sanitizers
+# Rows other than the preferred, for the sanitizers and the tile study
 
 
-_forced_rows: dict[str, int] = {}
+_forced_rows: dict[str, int | Row] = {}
 
 
 @contextmanager
-def forced_rows(indices: dict[str, int]) -> Iterator[None]:
-    """Inside, each of these kernels takes the row at this index among those that would do, or the last. Plans made
-    before or inside must not cross: see assemble.clear_plans."""
+def forced_rows(rows: Mapping[str, int | Row]) -> Iterator[None]:
+    """Inside, each of these kernels takes the row at this index among those that would do, or the last; or this very
+    row, which need not be in the table. Plans made before or inside must not cross: see assemble.clear_plans."""
     before = dict(_forced_rows)
     _forced_rows.clear()
-    _forced_rows.update(indices)
+    _forced_rows.update(rows)
     try:
         yield
     finally:

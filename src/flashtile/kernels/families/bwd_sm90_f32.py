@@ -8,113 +8,81 @@ The gradient of a bias is that of bwd_simt. Every result has one owner, so all o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from typing import ClassVar
 
 from flashtile.kernels.families.base import Family, Launch, tile_step
 from flashtile.kernels.families.bwd_simt import dbias
 from flashtile.kernels.families.mma_sync import small_call
 from flashtile.kernels.families.sm90_f32 import (
+    KNOBS,
     SHARES,
     WARPGROUP_ROWS,
-    Sm90F32Row,
-    num_parts,
     padding,
     part_workspaces,
+    parts,
+    parts_knob,
     pre_pass,
+    row_bytes,
 )
 from flashtile.kernels.families.steps import ROW_STATS, dsinks, key_grid, preprocess, query_grid
+from flashtile.kernels.families.tiles import Kernel, Knobs, Row, Tile
 from flashtile.kernels.params import Sm90F32Params
 from flashtile.kernels.plan import Operand, Step
-from flashtile.kernels.spec import CallLayout, Features, PlanKey
+from flashtile.kernels.spec import CallLayout, PlanKey
 
 _ROWS = 64  # of every tile; of the wide kernels what a block owns
-_STREAM_ROWS, _SLOTS = 32, 2  # kStreamRows, kNumSlots (bwd_sm90_f32_wide.cuh)
+_SLOTS = 2  # kNumSlots (bwd_sm90_f32_wide.cuh)
 _QUERY_TILES, _KEY_TILE_BYTES, _QUERY_BLOCK_BYTES = 96, 72, 80  # StreamedQueryTile[8], KeyTile, QueryBlock
+_WIDE = 128  # over this head dim the wide kernels do the work
 
 
-class Tile(NamedTuple):
-    """The tile of one kernel."""
-
-    block_m: int  # of dQ: its queries. 128 where two warpgroups share the work on 64 rows
-    num_stages: int
-    columns: int  # that one product computes
+def _shared_bytes(row: Row) -> int:
+    return -(-(_wide_bytes(row) if row.head_dim > _WIDE else _narrow_bytes(row)) // 1024) * 1024
 
 
-_TILES: dict[str, dict[tuple[int, int], Tile]] = {
-    "bwd_sm90_f32_dkdv_half": {
-        (64, 64): Tile(128, 2, 64),
-        (128, 128): Tile(128, 2, 64),
-        (256, 256): Tile(128, 1, 64),
-    },
-    "bwd_sm90_f32_dkdv_bf16": {
-        (64, 64): Tile(128, 2, 64),
-        (128, 128): Tile(128, 1, 64),
-        (256, 256): Tile(128, 1, 64),
-    },
-    "bwd_sm90_f32_dq_half": {
-        (64, 64): Tile(128, 2, 64),
-        (128, 128): Tile(128, 1, 64),
-        (256, 256): Tile(128, 1, 128),
-    },
-    "bwd_sm90_f32_dq_bf16": {
-        (64, 64): Tile(128, 2, 64),
-        (128, 128): Tile(64, 1, 64),
-        (256, 256): Tile(128, 1, 128),
-    },
-}
+def _wide_bytes(row: Row) -> int:
+    slot = row["parts"] * _ROWS * 128  # a slab of 64 columns
+    owned = _ROWS * row_bytes(row)[0] if row["parts"] <= 2 else _SLOTS * slot
+    tiles = 2 * (owned + row.streamed * row_bytes(row)[0])
+    handed_over, barriers = 4 * _ROWS * row.streamed, 2 * 16 * _SLOTS + 4 * 8
+    if _owns_queries(row):
+        return tiles + 4 * handed_over + barriers + _QUERY_BLOCK_BYTES
+    return tiles + handed_over + 8 * row.streamed + _QUERY_TILES + barriers + 2 * 8 + _KEY_TILE_BYTES
 
 
-class BwdSm90F32Row(Sm90F32Row):
-    @property
-    def header(self) -> str:
-        return "bwd_sm90_f32"
-
-    @property
-    def is_dq(self) -> bool:
-        return "_dq_" in self.kernel
-
-    @property
-    def is_wide(self) -> bool:
-        return self.head_dim > 128
-
-    @property
-    def wide_bytes(self) -> int:
-        """Shared memory of a kernel for wide heads."""
-        slot = self.num_parts * _ROWS * 128  # a slab of 64 columns
-        owned = _ROWS * self.row_bytes[0] if self.num_parts <= 2 else _SLOTS * slot
-        tiles = 2 * (owned + _STREAM_ROWS * self.row_bytes[0])
-        handed_over, barriers = 4 * _ROWS * _STREAM_ROWS, 2 * 16 * _SLOTS + 4 * 8
-        if self.is_dq:
-            return tiles + 4 * handed_over + barriers + _QUERY_BLOCK_BYTES
-        return tiles + handed_over + 8 * _STREAM_ROWS + _QUERY_TILES + barriers + 2 * 8 + _KEY_TILE_BYTES
-
-    @property
-    def shared_bytes(self) -> int:
-        if self.is_wide:
-            return -(-self.wide_bytes // 1024) * 1024
-        tile = _ROWS * sum(self.row_bytes)  # of Q and dO, or of K and V
-        if self.is_dq:
-            consumers = self.block_m // WARPGROUP_ROWS
-            total = tile * (consumers + self.num_stages) + 16 * consumers + 32 * self.num_stages + _QUERY_BLOCK_BYTES
-        else:
-            handed_over, stats = 4 * _ROWS * _ROWS, 8 * _ROWS * self.num_stages
-            barriers = 8 * (4 + 4 * self.num_stages)
-            total = tile * (1 + self.num_stages) + handed_over + stats + _QUERY_TILES + barriers + _KEY_TILE_BYTES
-        return -(-total // 1024) * 1024
-
-    def facts(self, features: Features) -> dict[str, tuple[str, object]]:
-        storage = f"BwdSm90F32{'Wide' if self.is_wide else ''}{'Dq' if self.is_dq else 'Dkdv'}Storage"
-        return {"shared bytes": (f"sizeof(flashtile::{storage}<flashtile::{self.config}>)", self.shared_bytes)}
+def _narrow_bytes(row: Row) -> int:
+    tile, stages = _ROWS * sum(row_bytes(row)), row["stages"]  # a tile of Q and dO, or of K and V
+    if _owns_queries(row):
+        consumers = row.owned // WARPGROUP_ROWS
+        return tile * (consumers + stages) + 16 * consumers + 32 * stages + _QUERY_BLOCK_BYTES
+    handed_over, stats, barriers = 4 * _ROWS * _ROWS, 8 * _ROWS * stages, 8 * (4 + 4 * stages)
+    return tile * (1 + stages) + handed_over + stats + _QUERY_TILES + barriers + _KEY_TILE_BYTES
 
 
-class BwdSm90F32(Family[BwdSm90F32Row]):
+def _kernel(gradient: str, parts_name: str, owns: str) -> Kernel:
+    name = f"bwd_sm90_f32_{gradient}_{parts_name}"
+    return Kernel(
+        name,
+        "bwd_sm90_f32",
+        f"Sm90F32Config<{parts(name)}, {{d}}, {{d_v}}, {{consumer_rows}}, {{knobs}}>",
+        f"BwdSm90F32{{wide}}{gradient.capitalize()}Storage<{{config}}>",
+        _shared_bytes,
+        knobs=("part_rows", *KNOBS),
+        owns=owns,
+        struct=Sm90F32Params,
+    )
+
+
+class BwdSm90F32(Family):
     name = "bwd_sm90_f32"
     op = "backward"
     summary = "float32 by wgmma on operands split into 16-bit parts, on Hopper"
-    kernels = tuple(_TILES)
-    dtypes = ("float32",)
-    head_dims = tuple(sorted(_TILES["bwd_sm90_f32_dq_half"]))
+    kernel_types = (
+        _kernel("dkdv", "half", "keys"),
+        _kernel("dkdv", "bf16", "keys"),
+        _kernel("dq", "half", "queries"),
+        _kernel("dq", "bf16", "queries"),
+    )
     features = Family.features - {"is_paged"}
     takes_out_dtypes = False
     # Split operands would take far more memory than such tensors do
@@ -124,32 +92,36 @@ class BwdSm90F32(Family[BwdSm90F32Row]):
     needs_wgmma = True
     takes_any_scale = False
 
+    misread_by: ClassVar = {"racecheck": "bwd_sm90_"}
+    fault_needs: ClassVar = {
+        "wide_rows": {"head_dim": 256, "head_dim_v": 256},
+        "wide_half": {"head_dim": 256, "head_dim_v": 256},
+        "wide_stale": {"head_dim": 256, "head_dim_v": 256, "seqlen_k": 300},
+        # float16 parts do not hold the factor of such a dropout
+        "wide_slab": {"head_dim": 256, "head_dim_v": 256, "kind": "dense", "dropout_p": 0.995},
+    }
+
+    def call_knobs(self, tile: Tile, key: PlanKey | None) -> Knobs:
+        return parts_knob(tile, key)
+
     def drawback(self, key: PlanKey) -> str | None:
         rows = [self.select(kernel, key) for kernel in self.kernels]
-        return small_call(key) or padding([row for row in rows if row.is_dq], key)
-
-    def every_row(self, dtype: str) -> Iterator[BwdSm90F32Row]:
-        for kernel, by_dims in _TILES.items():
-            for dims in by_dims:
-                yield _row(kernel, dims, 2 if kernel.endswith("_half") else 3)
-
-    def candidates(self, kernel: str, key: PlanKey) -> Iterator[BwdSm90F32Row]:
-        dims = self.padded(key.head_dim, key.head_dim_v)
-        assert dims is not None  # else refused
-        yield _row(kernel, dims, num_parts(kernel, key))
+        return small_call(key) or padding([row for row in rows if _owns_queries(row)], key)
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         assert key.grads is not None
         has_keys, has_queries = "dk" in key.grads or "dv" in key.grads, "dq" in key.grads
         rows = {kernel: self.select(kernel, key) for kernel in self.kernels}
         # Both kernels read tiles of the same form
-        dq_rows = [row for row in rows.values() if row.is_dq]
+        dq_rows = [row for row in rows.values() if _owns_queries(row)]
         steps = [preprocess(key, layout)]
         if "dsinks" in key.grads:
             steps.append(dsinks(key))
         if has_keys or has_queries:
             steps += pre_pass(dq_rows, key, layout)
-        steps += [_grad_step(row, key, layout) for row in rows.values() if (has_queries if row.is_dq else has_keys)]
+        steps += [
+            self.step(row, key, layout) for row in rows.values() if (has_queries if _owns_queries(row) else has_keys)
+        ]
         if "dbias" in key.grads:
             steps.append(dbias(key, layout))
         # One kernel writes both dK and dV
@@ -161,19 +133,11 @@ class BwdSm90F32(Family[BwdSm90F32Row]):
         workspaces = ROW_STATS + (part_workspaces(dq_rows, layout, is_backward=True) if has_parts else ())
         return Launch(tuple(steps), workspaces, scratch=scratch, zeroed=zeroed, struct=Sm90F32Params)
 
-    def launch_row(self, row: BwdSm90F32Row, key: PlanKey, layout: CallLayout) -> Launch:
-        workspaces = ROW_STATS + part_workspaces([row], layout, is_backward=True)
-        return Launch((_grad_step(row, key, layout),), workspaces, struct=Sm90F32Params)
+    def step(self, row: Row, key: PlanKey, layout: CallLayout) -> Step:
+        grid = (query_grid if _owns_queries(row) else key_grid)(layout, row.owned)
+        return tile_step(row, key.features, grid)
 
 
-def _row(kernel: str, dims: tuple[int, int], num_parts: int) -> BwdSm90F32Row:
-    tile = _TILES[kernel][dims]
-    sizes = tile.block_m, _ROWS, tile.num_stages, tile.columns
-    return BwdSm90F32Row(kernel, "float32", "float32", *dims, *sizes, True, num_parts)
-
-
-def _grad_step(row: BwdSm90F32Row, key: PlanKey, layout: CallLayout) -> Step:
-    grid = key_grid(layout, _ROWS)
-    if row.is_dq:
-        grid = query_grid(layout, _ROWS if row.is_wide else row.block_m)
-    return tile_step(row, key.features, grid)
+def _owns_queries(row: Row) -> bool:
+    """True in the kernels of dQ."""
+    return row.of.owns == "queries"

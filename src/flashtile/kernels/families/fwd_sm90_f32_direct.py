@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import ClassVar
 
 from flashtile.kernels import speeds
-from flashtile.kernels.families.base import Family, Launch, Row, tile_step
-from flashtile.kernels.families.sm90_f32 import RANGE, check_pass
+from flashtile.kernels.families.base import Family, Launch, tile_step
+from flashtile.kernels.families.sm90_f32 import RANGE, check_pass, parts
 from flashtile.kernels.families.steps import query_grid
+from flashtile.kernels.families.tiles import Kernel, Row
 from flashtile.kernels.length_class import FewQueries, ManyScores, SmallGrid
-from flashtile.kernels.params import Sm90F32Params, Struct
+from flashtile.kernels.params import Sm90F32Params
 from flashtile.kernels.plan import Step
-from flashtile.kernels.source import qualified
-from flashtile.kernels.spec import CallLayout, Features, PlanKey, cpp_bool
+from flashtile.kernels.spec import CallLayout, Features, PlanKey
 
 _HEADER = "fwd_sm90_f32_direct"
 _HALF, _BF16 = "fwd_sm90_f32_direct_half", "fwd_sm90_f32_direct_bf16"
@@ -37,63 +37,44 @@ _SMALL_GRID, _FEW = SmallGrid(_BLOCK_M), FewQueries(64, 1)
 _FEW_TILES, _SOME_TILES = SmallGrid(40), SmallGrid(64)
 _CLUSTERS = {_FEW_TILES: (8, 8), _SOME_TILES: (2, 4)}
 _CLUSTERS_OF_MANY = (1, 2)
-_SIZES = (1, 2, 4, 8)
 _WORK_ITEMS, _ITEM_BYTES = 3, 104  # WorkItemRing, WorkItem (attn/work_item.cuh)
 
 
-@dataclass(frozen=True)
-class FwdSm90F32DirectRow(Row):
-    cluster: int  # blocks that share the keys of a query tile
-    overlaps: bool  # scores of a tile with P V of the one before it
-
-    @property
-    def header(self) -> str:
-        return _HEADER
-
-    @property
-    def struct(self) -> Struct:
-        return Sm90F32Params
-
-    @property
-    def num_threads(self) -> int:
-        return 2 * self.block_m + 128
-
-    @property
-    def config(self) -> str:
-        parts = "HalfParts<2>" if self.kernel == _HALF else "Bf16Parts"
-        return f"Sm90F32DirectConfig<flashtile::{parts}, {self.cluster}, {cpp_bool(self.overlaps)}>"
-
-    @property
-    def label(self) -> str:
-        words = f"{self.block_m} x {self.block_n}, {self.num_threads // 32} warps, clusters of {self.cluster}"
-        return words if self.overlaps else f"{words}, no overlap"
-
-    @property
-    def shared_bytes(self) -> int:
-        row = _NUM_PARTS[self.kernel] * 128
-        tiles = row * (self.block_m + 2 * _STAGES * self.block_n)
-        barriers, scheduler = 16 * (self.block_m // 64) + 32 * _STAGES, 16
-        storage = -(-(tiles + barriers + scheduler + _WORK_ITEMS * _ITEM_BYTES) // 1024) * 1024
-        return storage + 8 * self.block_m
-
-    def facts(self, features: Features) -> dict[str, tuple[str, object]]:
-        mask, _, _, lengths = (qualified(f"flashtile::{policy}") for policy in features.policies()[:4])
-        storage = f"flashtile::FwdSm90F32DirectStorage<flashtile::{self.config}, {mask}, {lengths}>"
-        return {"shared bytes": (f"sizeof({storage})", self.shared_bytes)}
+def _shared_bytes(row: Row) -> int:
+    row_bytes = _NUM_PARTS[row.kernel] * 128
+    tiles = row_bytes * (row.owned + 2 * _STAGES * row.streamed)
+    barriers, scheduler = 16 * (row.owned // 64) + 32 * _STAGES, 16
+    storage = -(-(tiles + barriers + scheduler + _WORK_ITEMS * _ITEM_BYTES) // 1024) * 1024
+    return storage + 8 * row.owned
 
 
-class FwdSm90F32Direct(Family[FwdSm90F32DirectRow]):
+def _kernel(name: str) -> Kernel:
+    return Kernel(
+        name,
+        _HEADER,
+        f"Sm90F32DirectConfig<{parts(name).format(parts=2)}, {{knobs}}>",
+        "FwdSm90F32DirectStorage<{config}, {mask}, {lengths}>",
+        _shared_bytes,
+        # Blocks that share the keys of a query tile; scores of a tile with P V of the one before it
+        knobs=("cluster", "overlaps"),
+        struct=Sm90F32Params,
+    )
+
+
+class FwdSm90F32Direct(Family):
     name = _HEADER
     op = "forward"
     summary = "float32 by wgmma, split in the kernel, on Hopper: few queries and heads"
-    kernels = (_HALF, _BF16)
-    dtypes = ("float32",)
-    head_dims = ((_HEAD_DIM, _HEAD_DIM),)
+    kernel_types = (_kernel(_HALF), _kernel(_BF16))
     features = Family.features - {"is_paged", "is_aligned16"}
     takes_out_dtypes = False
     length_classes = (_SMALL_GRID, *_CLUSTERS, _MANY, _FEW)
     needs_wgmma = True
     takes_any_scale = False
+
+    misread_by: ClassVar = {"racecheck": "fwd_sm90_"}
+    # A single head: its blocks are too few for a pre-pass
+    fault_needs: ClassVar = {"tail": {"kind": "used", "batch": 2, "heads": 1, "heads_kv": 1, "seqlen_q": 300}}
 
     def refuse(self, key: PlanKey) -> str | None:
         reason = super().refuse(key)
@@ -105,19 +86,14 @@ class FwdSm90F32Direct(Family[FwdSm90F32DirectRow]):
             reason = "deterministic sums: those of a call with more sequences would have other bits"
         return reason
 
-    def every_row(self, dtype: str) -> Iterator[FwdSm90F32DirectRow]:
-        for kernel in self.kernels:
-            for cluster in _SIZES:
-                for overlaps in (True, False):
-                    yield _row(kernel, cluster, overlaps)
+    def num_options(self, key: PlanKey) -> int:
+        return key.features.num_options
 
-    def candidates(self, kernel: str, key: PlanKey) -> Iterator[FwdSm90F32DirectRow]:
-        """With options an overlap would spill registers."""
+    def candidates(self, kernel: str, key: PlanKey) -> Iterator[Row]:
+        """Those with the best cluster for the number of tiles come first."""
         sizes = next((sizes for fits, sizes in _CLUSTERS.items() if key.length(fits)), _CLUSTERS_OF_MANY)
         preferred = sizes[key.features.has_band]
-        for cluster in (preferred, *(size for size in _SIZES if size != preferred)):
-            for overlaps in (True, False) if key.features.num_options == 0 else (False,):
-                yield _row(kernel, cluster, overlaps)
+        return iter(sorted(super().candidates(kernel, key), key=lambda row: row["cluster"] != preferred))
 
     def timed_as(self, key: PlanKey) -> str:
         """Faster than simt at every measured length; preferred to a pre-pass for its memory (docs/float32.md)."""
@@ -126,22 +102,13 @@ class FwdSm90F32Direct(Family[FwdSm90F32DirectRow]):
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         half, bf16 = (self.select(kernel, key) for kernel in self.kernels)
         if not key.length(_MANY) or dataclasses.replace(key.features, has_band=False) != Features():
-            return self.launch_row(bf16, key, layout)
+            return Launch((self.step(bf16, key, layout),), struct=Sm90F32Params)
         steps = (
-            *check_pass(_CHECKED, half.block_n, key, layout),
-            self._step(half, key, layout),
-            self._step(bf16, key, layout),
+            *check_pass(_CHECKED, half.streamed, key, layout),
+            self.step(half, key, layout),
+            self.step(bf16, key, layout),
         )
         return Launch(steps, (RANGE,), struct=Sm90F32Params)
 
-    def launch_row(self, row: FwdSm90F32DirectRow, key: PlanKey, layout: CallLayout) -> Launch:
-        workspaces = (RANGE,) if row.kernel == _HALF else ()
-        return Launch((self._step(row, key, layout),), workspaces, struct=Sm90F32Params)
-
-    def _step(self, row: FwdSm90F32DirectRow, key: PlanKey, layout: CallLayout) -> Step:
-        return tile_step(row, key.features, query_grid(layout, row.block_m), cluster=row.cluster)
-
-
-def _row(kernel: str, cluster: int, overlaps: bool) -> FwdSm90F32DirectRow:
-    sizes = _HEAD_DIM, _HEAD_DIM, _BLOCK_M, _BLOCK_N
-    return FwdSm90F32DirectRow(kernel, "float32", "float32", *sizes, cluster, overlaps)
+    def step(self, row: Row, key: PlanKey, layout: CallLayout) -> Step:
+        return tile_step(row, key.features, query_grid(layout, row.owned), cluster=row["cluster"])

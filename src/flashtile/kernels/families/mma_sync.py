@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from flashtile.kernels import speeds
 from flashtile.kernels.arch import Arch
-from flashtile.kernels.families.base import Family, Row, RowT
+from flashtile.kernels.families.base import Family
 from flashtile.kernels.spec import PlanKey
-
-_TURING, _AMPERE = 75, 80
-# TF32 has 8 times the rate of FMA there. On consumer GPUs it has about the same, and three products are slower
-_FAST_TF32 = (80, 90, 100)
 
 
 def refuse_slow_tf32(arch: Arch) -> str | None:
     """Why three TF32 products are not faster than FMA on the architecture, or None."""
-    if arch.number < min(_FAST_TF32):
+    if "float32" not in arch.mma_dtypes:
         return f"{arch.name} has no TF32 products"
-    return None if arch.number in _FAST_TF32 else f"FMA is as fast as three TF32 products on {arch.name}"
+    return None if arch.has_fast_tf32 else f"FMA is as fast as three TF32 products on {arch.name}"
 
 
 def small_call(key: PlanKey) -> str | None:
@@ -24,32 +20,22 @@ def small_call(key: PlanKey) -> str | None:
     return None if key.length(speeds.SIZE) else "a small call: float32 by tensor cores was not timed there"
 
 
-class MmaRow(Row):
-    """A tile of which several blocks should share a multiprocessor; min_blocks is a field of each kernel's row."""
-
-    min_blocks: int
-
-    def unfit(self, arch: Arch) -> str | None:
-        reason = super().unfit(arch)
-        needed = self.min_blocks * (self.shared_bytes + arch.reserved_shared_bytes)
-        if reason is None and needed > arch.shared_bytes_per_multiprocessor:
-            kib, limit = needed / 1024, arch.shared_bytes_per_multiprocessor // 1024
-            return f"{self.min_blocks} blocks have {kib:.0f} KiB of shared memory, a multiprocessor {limit}"
-        return reason
+# C++ names of kernels that a tool misreads (Family.misread_by)
+NARROW_LOADS, MASKED = "_sm80_.*Load<false>", "fwd_sm80_(f32_)?kernel<.*Mask<true"
 
 
-class MmaFamily(Family[RowT]):
-    dtypes = ("float16", "bfloat16")
+class MmaFamily(Family):
+    is_by_mma_sync = True
 
     def refuse_arch(self, arch: Arch) -> str | None:
-        return None if arch.number >= _TURING else f"{arch.name} has no mma.sync"
+        return None if arch.mma_dtypes else f"{arch.name} has no mma.sync"
 
     def refuse(self, key: PlanKey) -> str | None:
         reason = super().refuse(key)
         if reason is not None:
             return reason
-        if key.arch.number < _AMPERE and key.dtype == "bfloat16":
-            return f"{key.arch.name} has no mma.sync of bfloat16"
-        if not all(self.rows(kernel, key) for kernel in self.kernels):
+        if key.dtype not in key.arch.mma_dtypes:
+            return f"{key.arch.name} has no mma.sync of {key.dtype}"
+        if not all(self.has_row(kernel, key) for kernel in self.kernels):
             return f"no tile of it fits {key.arch.name}"
         return None

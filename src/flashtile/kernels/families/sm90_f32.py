@@ -1,4 +1,4 @@
-"""What the two Hopper families for float32 share: rows of kernels on split operands, and the pre-pass that splits them
+"""What the two Hopper families for float32 share: kernels on split operands, and the pre-pass that splits them
 (include/flashtile/kernels/f32_split.cuh).
 
 A call launches each kernel twice, for float16 and for bfloat16 parts. The numbers in its tensors decide on the GPU
@@ -8,61 +8,45 @@ which of the two does the work: float16 where they are in range.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 
-from flashtile.kernels.families.base import Row
 from flashtile.kernels.families.steps import key_tiles, query_tiles
+from flashtile.kernels.families.tiles import Knobs, Row, Tile
 from flashtile.kernels.length_class import LongShares
-from flashtile.kernels.params import Sm90F32Params, Struct
+from flashtile.kernels.params import Sm90F32Params
 from flashtile.kernels.plan import Factor, Grid, Step, Workspace
 from flashtile.kernels.source import plain_unit, qualified
-from flashtile.kernels.spec import CallLayout, PlanKey, cpp_bool
+from flashtile.kernels.spec import CallLayout, PlanKey
 
 WARPGROUP_ROWS = 64
 _SPLIT_THREADS, _RANGE_THREADS = 256, 512  # kSplitThreads, kRangeThreads (kernels/f32_split.cuh)
 _RANGE_BYTES = 32  # SplitRange (attn/split_tiles.cuh)
 
 
-@dataclass(frozen=True)
-class Sm90F32Row(Row):
-    num_stages: int  # of K and of V, or of what a backward kernel streams
-    columns: int  # that one product computes
-    overlaps: bool  # scores of a tile with P V of the one before it
-    num_parts: int  # that each operand is split into
-
-    @property
-    def struct(self) -> Struct:
-        return Sm90F32Params
-
-    @property
-    def num_threads(self) -> int:
-        return 2 * self.block_m + 128
-
-    @property
-    def config(self) -> str:
-        sizes = (self.head_dim, self.head_dim_v, self.block_m, self.block_n, self.num_stages, self.columns)
-        parts = f"HalfParts<{self.num_parts}>" if self.kernel.endswith("_half") else "Bf16Parts"
-        return f"Sm90F32Config<flashtile::{parts}, {', '.join(map(str, sizes))}, {cpp_bool(self.overlaps)}>"
-
-    @property
-    def label(self) -> str:
-        stages = f"{self.num_stages} stage{'s' if self.num_stages > 1 else ''}"
-        words = [f"{self.block_m} x {self.block_n}, {self.num_threads // 32} warps", stages, f"{self.columns} columns"]
-        words += [] if self.overlaps else ["no overlap"]
-        return ", ".join([*words, f"{self.num_parts} part{'s' if self.num_parts > 1 else ''}"])
-
-    @property
-    def row_bytes(self) -> tuple[int, int]:
-        """Of a row of Q or K, and of V or dO, in parts."""
-        return self.num_parts * 128 * -(-self.head_dim // 64), self.num_parts * 128 * -(-self.head_dim_v // 64)
+KNOBS = ("stages", "columns", "overlaps")  # columns: that one product computes; overlaps: scores with the P V before
 
 
-def num_parts(kernel: str, key: PlanKey) -> int:
-    """How many parts the kernel of a call splits operands into."""
-    if not kernel.endswith("_half"):
-        return 3
-    return 2 if key.matmul_precision == "highest" else 1
+def parts(kernel: str) -> str:
+    """The C++ type of the parts that a kernel splits operands into."""
+    return "flashtile::HalfParts<{parts}>" if kernel.endswith("_half") else "flashtile::Bf16Parts"
+
+
+def row_bytes(row: Row) -> tuple[int, int]:
+    """The size of a row of Q or K, and of V or dO, in parts."""
+    return row["parts"] * 128 * -(-row.head_dim // 64), row["parts"] * 128 * -(-row.head_dim_v // 64)
+
+
+def part_rows(row: Row) -> int:
+    """Rows of a tile of K and V in parts. A backward kernel may stream less."""
+    return row.knobs.get("part_rows", row.streamed)
+
+
+def parts_knob(tile: Tile, key: PlanKey | None) -> Knobs:
+    """How many parts the kernel of a call splits operands into; some tiles are for one part alone."""
+    if not tile.kernel.endswith("_half"):
+        return (("parts", 3),)
+    is_highest = not tile.is_refused(frozenset({"highest"})) if key is None else key.matmul_precision == "highest"
+    return (("parts", 2 if is_highest else 1),)
 
 
 # Parts have rows of whole slabs of 64 columns, and tiles of 64 queries, or as many keys as a kernel's, that hold one
@@ -71,10 +55,10 @@ SHARES = LongShares(64, 128, 384)
 MOST_PADDING = 4  # bytes of parts over those of what is split: 6 over 4 without padding
 
 
-def padding(rows: Sequence[Sm90F32Row], key: PlanKey) -> str | None:
+def padding(rows: Sequence[Row], key: PlanKey) -> str | None:
     """Why the parts of a call might take too much memory, or None."""
-    pairs = [pair for row in rows for pair in zip(row.row_bytes, (key.head_dim, key.head_dim_v), strict=True)]
-    tile = max(WARPGROUP_ROWS, *(row.block_n for row in rows))
+    pairs = [pair for row in rows for pair in zip(row_bytes(row), (key.head_dim, key.head_dim_v), strict=True)]
+    tile = max(WARPGROUP_ROWS, *(part_rows(row) for row in rows))
     least = (1, SHARES.first, SHARES.second, SHARES.third)[key.length(SHARES)]  # rows of a sequence
     if max(Fraction(row_bytes, 4 * dim) for row_bytes, dim in pairs) * (least + tile) <= MOST_PADDING * least:
         return None
@@ -84,10 +68,10 @@ def padding(rows: Sequence[Sm90F32Row], key: PlanKey) -> str | None:
 RANGE = Workspace("range", _RANGE_BYTES, (), is_zeroed=True)  # what the pre-pass finds out about the numbers
 
 
-def part_workspaces(rows: Sequence[Sm90F32Row], layout: CallLayout, is_backward: bool = False) -> tuple[Workspace, ...]:
+def part_workspaces(rows: Sequence[Row], layout: CallLayout, is_backward: bool = False) -> tuple[Workspace, ...]:
     """For the parts of Q, K, V and dO, which float16 and bfloat16 kernels share: at most one of them works."""
-    qk_bytes, v_bytes = (max(row.row_bytes[index] for row in rows) for index in (0, 1))
-    block_n = max(row.block_n for row in rows)
+    qk_bytes, v_bytes = (max(row_bytes(row)[index] for row in rows) for index in (0, 1))
+    block_n = max(part_rows(row) for row in rows)
     q_rows = ("heads", "total_q") if layout.has_packed_queries else ("heads", "batch", "seqlen_q")
     k_rows = ("heads_kv", "total_k") if layout.has_packed_keys else ("heads_kv", "batch", "seqlen_k")
     found = (
@@ -100,13 +84,15 @@ def part_workspaces(rows: Sequence[Sm90F32Row], layout: CallLayout, is_backward:
     return (*found, dout) if is_backward else found
 
 
-def pre_pass(rows: Sequence[Sm90F32Row], key: PlanKey, layout: CallLayout) -> Iterator[Step]:
+def pre_pass(rows: Sequence[Row], key: PlanKey, layout: CallLayout) -> Iterator[Step]:
     """The steps that find the range of the numbers and split the tensors, for the parts of each row."""
     lengths, source, load = key.features.policies()[3:6]
     heads = Factor("heads"), Factor("batch")
     yield _step("f32_range", (lengths, source), heads, _RANGE_THREADS)
     for row in rows:
-        yield _step("f32_split", (row.config, lengths, source, load), _tiles(row.block_n, layout), _SPLIT_THREADS, 16)
+        yield _step(
+            "f32_split", (row.config, lengths, source, load), _tiles(part_rows(row), layout), _SPLIT_THREADS, 16
+        )
 
 
 def check_pass(config: str, block_n: int, key: PlanKey, layout: CallLayout) -> Iterator[Step]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 import tempfile
@@ -132,5 +131,7 @@ def _resident_peak() -> int:
         match = re.search(r"VmHWM:\s*(\d+) kB", status.read_text())
         if match:
             return int(match[1]) * 1024
+    import resource  # not on every platform
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

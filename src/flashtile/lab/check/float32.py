@@ -27,7 +27,7 @@ _MEMORIES = ("contiguous", "contiguous", "contiguous", "swapped", "sliced", "off
 _HEAD_DIMS = (32, 40, 64, 64, 64, 64, 80, 96, 128, 128, 128, 192, 256, 256)
 
 
-def split_families(op: str, arch: Arch | None) -> list[Family[Any]]:
+def split_families(op: str, arch: Arch | None) -> list[Family]:
     """The families of an op for float32 alone: those that split operands for tensor cores."""
     found = [family for family in families.all_families(op) if family.dtypes == ("float32",)]
     return [family for family in found if arch is not None and family.runs_on(arch)]
@@ -36,7 +36,7 @@ def split_families(op: str, arch: Arch | None) -> list[Family[Any]]:
 class Float32Drawer(Drawer):
     """Draws such problems, on a GPU for its architecture."""
 
-    chosen: tuple[Family[Any], ...] = ()  # in the present set of options: of the forward pass, of the backward pass
+    chosen: tuple[Family, ...] = ()  # in the present set of options: of the forward pass, of the backward pass
 
     @property
     def arch(self) -> Arch | None:

@@ -42,7 +42,8 @@ _JUNK_BEHIND = {"kind": "used", "batch": 3}
 _SHARED_BIAS = {"kind": "dense", "bias": "qk", "heads": 2, "heads_kv": 2}
 _BIAS, _MASK = {"kind": "dense", "bias": "hqk", "seqlen_q": 200}, {"kind": "dense", "mask": "qk"}
 _DROPOUT = {"kind": "dense", "dropout_p": 0.2}
-# What a problem must have for a fault to show, by the fault's name, or its name without the family
+# What a problem must have for a fault to show, by the fault's name without the family. A family says what its own
+# kernels need beside it (Family.fault_needs).
 NEEDS: dict[str, dict[str, Any]] = {
     "rescale": _RISING,
     "skip_rescale": _RISING,
@@ -89,22 +90,6 @@ NEEDS: dict[str, dict[str, Any]] = {
     "softcap_derivative": {"softcap": 2.0},
     "sink_twice": {"has_sinks": True},
     "dsinks_sign": {"has_sinks": True},
-    # The family takes few keys, and no lengths
-    "fwd_sm90_short_rescale": {"values": "huge", "seqlen_k": 700},
-    "fwd_sm90_short_tail": {"kind": "dense", "seqlen_k": 99},
-    "fwd_sm90_short_bias_row": {**_BIAS, "seqlen_k": 99},
-    # Few queries over caches that several blocks share
-    "decode_sm90_tail": {"kind": "padded", "batch": 3, "seqlen_q": 1},
-    "decode_sm90_weight": {"batch": 2, "seqlen_q": 1, "seqlen_k": 3000},
-    "decode_sm90_unit": {"batch": 2, "seqlen_q": 1, "seqlen_k": 3000},
-    # A single head: its blocks are too few for a pre-pass
-    "fwd_sm90_f32_direct_tail": {"kind": "used", "batch": 2, "heads": 1, "heads_kv": 1, "seqlen_q": 300},
-    "bwd_sm90_f32_wide_rows": {"head_dim": 256, "head_dim_v": 256},
-    "bwd_sm90_f32_wide_half": {"head_dim": 256, "head_dim_v": 256},
-    "bwd_sm90_f32_wide_stale": {"head_dim": 256, "head_dim_v": 256, "seqlen_k": 300},
-    # float16 parts do not hold the factor of such a dropout
-    "bwd_sm90_f32_wide_slab": {"head_dim": 256, "head_dim_v": 256, "kind": "dense", "dropout_p": 0.995},
-    "bwd_sm80_columns": {"head_dim": 128, "head_dim_v": 128},
 }
 
 
@@ -174,10 +159,16 @@ def hunt_one(mutation: Mutation, settings: Settings, end: float = math.inf) -> H
     return Hunt(mutation, bool(report.failures), report.num_problems, report)
 
 
+def needs_of(mutation: Mutation) -> dict[str, Any]:
+    """What a problem must have for the fault to show."""
+    own, kind = families.fault_family(mutation), families.fault_kind(mutation)
+    return NEEDS.get(kind, {}) | ({} if own is None else dict(own.fault_needs.get(kind, {})))
+
+
 def fitted(trial: Trial, mutation: Mutation, device: str) -> Trial | None:
     """The problem with what the fault needs to show, with its other options if a kernel with the fault then takes it,
     else without; None if none does. Called where the fault is planted."""
-    case, family = trial.case, families.find(mutation.families[0])
+    case, family = trial.case, families.families_with(mutation)[0]
     dims = family.padded(case.head_dim, case.head_dim_v) or family.head_dims[-1]
     dtype = case.dtype if dtype_name(case.dtype) in family.dtypes else getattr(torch, family.dtypes[0])
     # Lengths of a few rows, and values that weigh all keys alike, hide most faults; large problems take time
@@ -185,8 +176,8 @@ def fitted(trial: Trial, mutation: Mutation, device: str) -> Trial | None:
     changes |= {name: 64 + getattr(case, name) % 256 for name in ("seqlen_q", "seqlen_k")}
     group, heads_kv, batch = case.heads // case.heads_kv, min(case.heads_kv, 2), min(max(case.batch, 1), 3)
     changes |= {"batch": batch, "heads": group * heads_kv, "heads_kv": heads_kv}
-    changes |= NEEDS.get(mutation.kind, {}) | NEEDS.get(mutation.name, {})
-    has_backward = trial.has_backward if mutation.family is None else family.op == "backward"
+    changes |= needs_of(mutation)
+    has_backward = trial.has_backward if families.fault_family(mutation) is None else family.op == "backward"
     for options in (case, Case()):
         fit = Trial(dataclasses.replace(options, **changes), trial.seed, has_backward)
         if _reaches(fit, device):
@@ -211,7 +202,7 @@ def broken(name: str) -> Iterator[None]:
     a family that has it, though another may be faster, or are refused."""
     (mutation,) = (mutation for mutation in mutations() if mutation.name == name)
     try:
-        with planted(name), families.forced(*mutation.families):
+        with planted(name), families.forced(*(family.name for family in families.families_with(mutation))):
             assemble.clear_plans()
             yield
     finally:

@@ -22,7 +22,7 @@ _BLOCKS_PER_MULTIPROCESSOR, _ROUNDS = 8, 2000
 _COPY_BYTES = 2**31
 _L2_SHARE = 0.25  # of L2 that its kernel reads
 _BUDGET_S = 0.06
-_MIN_TENSOR_ARCH = 80
+_TENSOR_DTYPE = "bfloat16"
 _SOURCE = Path(__file__).with_name("ceilings.cu")
 KERNELS = ("fma_kernel", "shared_read_kernel", "l2_read_kernel", "tensor_kernel")
 
@@ -56,7 +56,7 @@ def measure() -> Ceilings:
     words = int(_L2_SHARE * device.cache_bytes("cuda")) // 16
     num_rounds = dict.fromkeys(KERNELS, _ROUNDS) | {"l2_read_kernel": 40, "tensor_kernel": 400}
     amounts = {name: _amount(name, arch) * num_blocks * num_rounds[name] for name in KERNELS}
-    if arch.number < _MIN_TENSOR_ARCH:
+    if _TENSOR_DTYPE not in arch.mma_dtypes:
         del amounts["tensor_kernel"]
     out = torch.zeros(1, device="cuda")
     thunks: dict[str, timing.Thunk] = {
@@ -98,13 +98,13 @@ def _function(name: str, arch: Arch) -> driver.Function:
 
 
 def compile_kernels(arch: Arch) -> Compiled:
-    names = KERNELS if arch.number >= _MIN_TENSOR_ARCH else KERNELS[:-1]
+    names = KERNELS if _TENSOR_DTYPE in arch.mma_dtypes else KERNELS[:-1]
     defines = [
         f"NUM_THREADS={_NUM_THREADS}",
         f"NUM_FMAS={_NUM_FMAS}",
         f"NUM_PRODUCTS={_NUM_PRODUCTS}",
         f"NUM_READS={_NUM_READS}",
         f"HAS_WGMMA={int(arch.has_wgmma)}",
-        f"HAS_TENSOR={int(arch.number >= _MIN_TENSOR_ARCH)}",
+        f"HAS_TENSOR={int(_TENSOR_DTYPE in arch.mma_dtypes)}",
     ]
     return cache.compile_cached(_SOURCE.read_text(encoding="utf-8"), arch.name, names, defines)

@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +19,7 @@ from flashtile.backends.call import scalars_of, tensors_of
 from flashtile.errors import dtype_name, unsupported, value_error
 from flashtile.kernels import families
 from flashtile.kernels.arch import Arch
-from flashtile.kernels.families import Row
-from flashtile.kernels.families.fwd_sm90 import Sm90Row
-from flashtile.kernels.families.simt import SimtRow
+from flashtile.kernels.families import Row, Tile
 from flashtile.kernels.plan import Step
 from flashtile.kernels.spec import CallLayout, Features, PlanKey
 from flashtile.lab.bench import providers
@@ -31,7 +31,7 @@ from flashtile.runtime import cache
 from flashtile.runtime.nvrtc import CompileError, Resources
 
 _LAYOUT = CallLayout("bhsd", ())
-# head dim -> (block_m, block_n, num_warps)
+# head dim -> (queries, keys, warps)
 _SIMT_TILES = {
     64: (
         (32, 32, 4), (64, 32, 4), (64, 64, 4), (64, 128, 4), (128, 32, 4), (128, 64, 4), (128, 64, 8), (128, 128,
@@ -42,7 +42,7 @@ _SIMT_TILES = {
     8), (256, 32, 8)),
     256: ((16, 16, 4), (32, 32, 4), (64, 32, 4), (64, 32, 8), (64, 64, 8), (128, 16, 8), (128, 32, 8)),
 }  # fmt: skip
-# head dim -> (block_m, block_n, num_stages, takes_turns, scales_lazily, stores_p)
+# head dim -> (queries, keys, stages, turns, lazy[, stores_p])
 _SM90_TILES = {
     64: (
         (128, 64, 2, True, False), (128, 128, 2, True, False), (128, 192, 2, True, False), (192, 96, 2, True, False),
@@ -88,12 +88,23 @@ class Study:
 
 def _simt_rows() -> tuple[Row, ...]:
     tiles = ((dim, tile) for dim, some in _SIMT_TILES.items() for tile in some)
-    return tuple(SimtRow("fwd_simt", "float32", "float32", dim, dim, *tile) for dim, tile in tiles)
+    return tuple(
+        _row("fwd_simt", "float32", dim, owned, streamed, 32 * num_warps) for dim, (owned, streamed, num_warps) in tiles
+    )
 
 
 def _sm90_rows() -> tuple[Row, ...]:
+    names = "stages", "turns", "lazy", "stores_p", "packs"
     tiles = ((dim, tile) for dim, some in _SM90_TILES.items() for tile in some)
-    return tuple(Sm90Row("fwd_sm90", "bfloat16", "bfloat16", dim, dim, *tile) for dim, tile in tiles)
+    return tuple(
+        _row("fwd_sm90", "bfloat16", dim, *tile[:2], 2 * tile[0] + 128, *zip_longest(names, tile[2:], fillvalue=False))
+        for dim, tile in tiles
+    )
+
+
+def _row(kernel: str, dtype: str, dim: int, owned: int, streamed: int, num_threads: int, *knobs: Any) -> Row:
+    family = families.find(kernel)
+    return family.row(Tile(kernel, family.dtypes, dim, dim, owned, streamed, num_threads, knobs), dtype)
 
 
 STUDIES = (
@@ -119,7 +130,14 @@ class Trial:
 
     @property
     def name(self) -> str:
-        return self.row.label
+        """The tile in words; knobs as in most tiles of the table are left out."""
+        row, knobs = self.row, self.row.knobs
+        words = [f"{row.owned} x {row.streamed}, {row.num_threads // 32} warps"]
+        words += [] if knobs.get("stages", 2) == 2 else [f"{knobs['stages']} stages"]
+        words += [] if knobs.get("turns", True) else ["no turns"]
+        words += ["lazy"] if knobs.get("lazy", False) else []
+        words += ["P in shared memory"] if knobs.get("stores_p", False) else []
+        return ", ".join(words)
 
     @property
     def provider_name(self) -> str:
@@ -131,8 +149,7 @@ class Trial:
         return PlanKey(row.dtype, row.out_dtype, row.head_dim, row.head_dim_v, Features(has_band=is_causal), arch)
 
     def step(self, is_causal: bool, arch: Arch) -> Step:
-        (step,) = families.find(self.family).launch_row(self.row, self.key(is_causal, arch), _LAYOUT).steps
-        return step
+        return families.find(self.family).step(self.row, self.key(is_causal, arch), _LAYOUT)
 
     def is_chosen(self, is_causal: bool, arch: Arch) -> bool:
         """Whether a large plain call takes this tile."""
