@@ -12,17 +12,19 @@ from flashtile.problem import (
     CACHE_ARGUMENTS,
     DENSE_FIELDS,
     DENSE_SHIFTS,
+    LIMITS,
     NUM_TENSORS,
     SCHEMA_TYPES,
     AttentionArgs,
     dense_schema,
+    limits,
     schema,
 )
 
 FILE = generated.SOURCES / "csrc/exec/arguments.inc"
 HEAD = """\
-// Written by tools/make_arguments.py from problem.py: AttentionArgs, DENSE_FIELDS and CACHE_ARGUMENTS. The includer
-// defines what it needs of
+// Written by tools/make_arguments.py from problem.py: AttentionArgs, DENSE_FIELDS, CACHE_ARGUMENTS and LIMITS. The
+// includer defines what it needs of
 //   FT_TENSOR(enumerator, "name")                 the tensors, which come first
 //   FT_ARGUMENT(enumerator, type, "schema")       every argument, in the order of the schema
 //   FT_DENSE(enumerator, "words", shift, mask, texts...)
@@ -30,6 +32,7 @@ HEAD = """\
 //                                                 texts that its values stand for: null for None and for flags, ""
 //                                                 where there is no such value
 //   FT_CACHE(enumerator, "words")                 the arguments of forward.cache, in the order of its schema
+//   FT_LIMIT(name, "words", value)                the largest sizes
 """
 TYPES = {
     "Tensor": "AtenTensorHandle",
@@ -73,6 +76,10 @@ def text() -> str:
         "FT_ARGUMENT": [f'FT_ARGUMENT({enumerator(name)}, {cpp_type(name)}, "{schema([name])}")' for name in names],
         "FT_DENSE": list(dense_fields()),
         "FT_CACHE": [f'FT_CACHE({enumerator(name)}, "cache: {name}")' for name in CACHE_ARGUMENTS],
+        "FT_LIMIT": [
+            f'FT_LIMIT({enumerator(name)}, "{words}", {value})'
+            for (name, value), words in zip(LIMITS.items(), limits(), strict=True)
+        ],
     }
     return HEAD + "".join(SECTION.format(macro=macro, lines="\n".join(lines)) for macro, lines in sections.items())
 

@@ -131,7 +131,8 @@ def choosing(family: Family, row: int | None) -> Iterator[None]:
 
 @contextmanager
 def flags_written(family: Family) -> Iterator[None]:
-    """Inside, the workspace with flags that the family's blocks wait for is zeros: initcheck would report each wait."""
+    """Inside, the workspace with flags that the family's blocks wait for is zeros, which the Python executor writes:
+    initcheck would report each wait."""
     if not family.flags_workspace:
         yield
         return
@@ -147,7 +148,8 @@ def flags_written(family: Family) -> Iterator[None]:
 
     executor.lay_out_workspaces = with_zeros
     try:
-        yield
+        with native.python_only():
+            yield
     finally:
         executor.lay_out_workspaces = lay_out
 

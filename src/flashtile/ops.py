@@ -214,8 +214,10 @@ def _check_saved(
 
 # The Python kernels for CPU and CUDA
 
+NO_GRADS = Grads(None, None, None, None, None)
 
-def _forward(*values: Any) -> tuple[Tensor, Tensor]:
+
+def _forward(*values: Any) -> tuple[Tensor, Tensor] | tuple[None, None]:
     return forward_by_python(AttentionArgs(*values))
 
 
@@ -247,23 +249,29 @@ def dense_args(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mode: int) 
     return AttentionArgs(q, k, v, scale=scale, **options)
 
 
-def _forward_dense(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mode: int) -> tuple[Tensor, Tensor | None]:
+def _forward_dense(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, mode: int
+) -> tuple[Tensor | None, Tensor | None]:
     args = dense_args(q, k, v, scale, mode)
     out, lse = forward_by_python(args)
     return out, lse if args.needs_grad else None
 
 
-def forward_by_python(args: AttentionArgs) -> tuple[Tensor, Tensor]:
-    """Any forward pass; backends may register a plan for the C++ executor."""
-    backend = registry.select(Problem.of(args), args.backend)
+def forward_by_python(args: AttentionArgs) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Any forward pass. Without results where the backend has registered a plan, by which C++ makes the call."""
+    problem = Problem.of(args)
+    backend = registry.select(problem, args.backend)
+    if backend.plan_forward(args, problem):
+        return None, None
     out, lse = empty_outputs(args)
     backend.forward(args, out, lse)
     return out, lse
 
 
-def _backward(*values: Any) -> tuple[Tensor, ...]:
+def _backward(*values: Any) -> tuple[Tensor | None, ...]:
     dout, dlse, args, out, lse, needs = split_backward(values)
-    return as_outputs(args, backward_by_python(dout, dlse, args, out, lse, needs))
+    grads = backward_by_python(dout, dlse, args, out, lse, needs)
+    return grads if grads is NO_GRADS else as_outputs(args, grads)
 
 
 def _backward_dense(dout: Tensor, *values: Any) -> tuple[Tensor | None, ...]:
@@ -276,7 +284,11 @@ def _backward_dense(dout: Tensor, *values: Any) -> tuple[Tensor | None, ...]:
 def backward_by_python(
     dout: Tensor, dlse: Tensor | None, args: AttentionArgs, out: Tensor, lse: Tensor, needs: GradNeeds
 ) -> Grads:
-    backend = registry.select(_backward_problem(args, needs), args.backend, "backward")
+    """Any backward pass. NO_GRADS where the backend has registered a plan, by which C++ makes the call."""
+    problem = _backward_problem(args, needs)
+    backend = registry.select(problem, args.backend, "backward")
+    if backend.plan_backward(args, problem, needs, dlse is not None):
+        return NO_GRADS
     grads = empty_grads(args, needs)
     backend.backward(args, dout, dlse, out, lse, grads)
     return grads
@@ -300,7 +312,7 @@ def _append_kv(*values: Any) -> None:
         kvcache.append(args)
 
 
-def _append_step(*values: Any) -> tuple[Tensor | None, Tensor]:
+def _append_step(*values: Any) -> tuple[Tensor | None, Tensor | None]:
     *given, q, is_ordered = values
     args = AppendArgs(*given)
     kvcache.validate(args)

@@ -25,6 +25,7 @@ LAYOUTS = ("bhsd", "bshd")
 CAUSAL_KINDS = ("none", "top_left", "bottom_right")
 MAX_HEAD_DIM = 512
 MAX_LENGTH = 2**31 - 1024  # positions are 32-bit, and loops step past the end by less than 1024
+LIMITS = {"max_head_dim": MAX_HEAD_DIM, "max_length": MAX_LENGTH}  # that C++ checks, too
 
 LARGEST_SCALE = 2.0**127  # but for float64: scale * log2(e) is a float32 number up to here
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
@@ -115,6 +116,11 @@ def dense_schema() -> tuple[str, ...]:
     return tuple(f"{name} << {DENSE_SHIFTS[name]}: {values}" for name, values in DENSE_FIELDS.items())
 
 
+def limits() -> tuple[str, ...]:
+    """The limits, in words."""
+    return tuple(f"limit: {name} {value}" for name, value in LIMITS.items())
+
+
 class Shape(NamedTuple):
     """The sizes of a call. For packed or paged inputs the sequence lengths are upper bounds. A share is how many rows a
     packed sequence has on average. Kernels are chosen by the means: shares, unless a maximum of the keys is given."""
@@ -158,7 +164,9 @@ class Problem:
     needs_grad: bool
     device: str
     device_index: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # q's
+    k_dtype: torch.dtype
+    v_dtype: torch.dtype
     out_dtype: torch.dtype
     shape: Shape
     layout: str
@@ -180,6 +188,7 @@ class Problem:
     is_aligned16: bool  # every row of q, k and v starts on a 16-byte boundary and is a multiple of 16 bytes long
     rows_disjoint: bool  # no two rows of q, k or v overlap in memory
     heads_disjoint: bool  # no two heads of q share memory
+    is_v_in_k: bool  # each row of v is the beginning of the same row of k in memory
     arch: str = ""  # a GPU that need not be here, such as sm_80; empty: the device's own
     gpu: str = ""  # its name, such as A100; empty: any GPU of that architecture
 
@@ -197,6 +206,8 @@ class Problem:
             device=args.q.device.type,
             device_index=args.q.device.index or 0,
             dtype=args.q.dtype,
+            k_dtype=args.k.dtype,
+            v_dtype=args.v.dtype,
             out_dtype=args.out_dtype or args.q.dtype,
             shape=shape,
             layout=args.layout,
@@ -218,6 +229,7 @@ class Problem:
             is_aligned16=all(map(is_aligned16, tensors)),
             rows_disjoint=all(rows_disjoint(tensor, args.layout) for tensor in tensors),
             heads_disjoint=args.q.stride(head_axis(args.layout)) != 0,
+            is_v_in_k=is_v_in_k(args.k, args.v),
         )
 
 
@@ -242,6 +254,16 @@ def rows_disjoint(tensor: Tensor, layout: str) -> bool:
     """No two rows of a head overlap in memory."""
     row = row_axis(layout)
     return tensor.shape[row] <= 1 or tensor.stride(row) >= tensor.shape[-1]
+
+
+def is_v_in_k(k: Tensor, v: Tensor) -> bool:
+    """Each row of v is the beginning of the same row of k in memory."""
+    if k.dtype != v.dtype or k.shape[:-1] != v.shape[:-1] or v.shape[-1] > k.shape[-1]:
+        return False
+    if not has_memory(k) or not has_memory(v) or k.data_ptr() != v.data_ptr():
+        return False
+    strides = zip(k.shape[:-1], k.stride(), v.stride(), strict=False)
+    return all(one == other for length, one, other in strides if length > 1)
 
 
 # What the options mean, for everyone who asks.

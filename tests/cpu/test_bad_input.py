@@ -980,7 +980,7 @@ def test_a_failure_that_is_not_the_callers_keeps_its_words(monkeypatch: pytest.M
     def broken(*_):
         raise ValueError("k and v are not what is wrong")
 
-    monkeypatch.setattr(CpuBackend, "forward", broken)
+    monkeypatch.setattr(CpuBackend, "plan_forward", broken)
     with pytest.raises(ValueError, match=r"^k and v are not what is wrong$"):
         cache()()
 

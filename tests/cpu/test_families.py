@@ -7,6 +7,7 @@ import ast
 import dataclasses
 import importlib.util
 import itertools
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -263,7 +264,7 @@ def test_no_family_at_all_says_why_for_each() -> None:
 def test_a_switch_names_the_family(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHTILE_FAMILY", "fwd_simt")
     assert families.select(PLAIN).name == "fwd_simt"
-    assert families.choice(PLAIN).refusals["fwd_sm90"] == "FLASHTILE_FAMILY names fwd_simt"
+    assert families.refusals(PLAIN)["fwd_sm90"] == "FLASHTILE_FAMILY names fwd_simt"
     assert families.select(change(grads=("dq",))).name == "bwd_sm90"  # of another op: not concerned
     monkeypatch.setenv("FLASHTILE_FAMILY", "fwd_sm90")
     with pytest.raises(Unsupported, match="'fwd_simt' refuses: FLASHTILE_FAMILY names fwd_sm90"):
@@ -300,7 +301,7 @@ def test_few_scores_are_of_another_size() -> None:
     assert ManyScores(22) == speeds.SIZE
 
 
-def test_a_first_call_asks_every_family_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_call_asks_no_slower_family_and_none_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, PlanKey]] = []
 
     def counting(family: families.Family) -> object:
@@ -326,7 +327,7 @@ def test_a_first_call_asks_every_family_once(tmp_path: Path, monkeypatch: pytest
         for _ in range(2):  # by Python, both times
             with native.python_only():
                 flashtile.attention(args.q, args.k, args.v, backend="cuda")
-        assert len(asked) == len(set(asked)) == len(families.all_families())
+        assert sorted(name for name, _ in asked) == ["bwd_sm90", "fwd_sm90"]
     finally:
         fake_gpu.unplug()
 
@@ -590,9 +591,46 @@ def test_small_calls_take_tensor_cores_too(op, dim, dtype, number):
     for features, wanted, is_deterministic in itertools.product(some, grads, (False, True)):
         key = PlanKey(dtype, dtype, dim, dim, features, ARCHS[number], wanted, is_deterministic=is_deterministic)
         small = dataclasses.replace(key, classes=((speeds.SIZE, 0),))
-        refusals, family = families.choice(small)
+        refusals, family = families.refusals(small), families.fastest(small)
         by_tensor_cores = [name for name, reason in refusals.items() if reason is None and "simt" not in name]
         assert family is None or not by_tensor_cores or family.name in by_tensor_cores
+
+
+@pytest.mark.parametrize("op", ["forward", "backward"])
+def test_the_fastest_without_a_drawback_is_taken(op: str) -> None:
+    """As if every family were asked."""
+    grads = ("dq", "dk", "dv") if op == "backward" else None
+    some = (Features(), Features(has_band=True), Features(bias_dtype="float32"), Features(is_aligned16=False))
+    sizes = [((speeds.SIZE, value),) for value in speeds.SIZE.values]
+    chosen = set()
+    for dtype, dim, features, number, classes in itertools.product(
+        ("float32", "float16", "bfloat16"), (32, 64, 128, 200, 512), some, sorted(ARCHS), sizes
+    ):
+        key = PlanKey(dtype, dtype, dim, dim, features, ARCHS[number], grads, classes=classes)
+        taking = [families.find(name) for name, reason in families.refusals(key).items() if reason is None]
+        kind = families.kind_of(key)._replace(is_large=True)
+        times = [families.provider_us(family.timed_as(key), kind) for family in taking]
+        costs = [
+            (family.drawback(key) is not None, math.inf if us is None else us)
+            for family, us in zip(taking, times, strict=True)
+        ]
+        expected = taking[costs.index(min(costs))] if taking else None
+        assert families.fastest(key) is expected
+        chosen.add(None if expected is None else expected.name)
+    assert len(chosen) > 4
+
+
+@pytest.mark.parametrize("family", families.all_families(), ids=lambda family: family.name)
+@pytest.mark.parametrize(("changes", "words"), [({"k_dtype": "float8_e4m3fn"}, "k"), ({"v_dtype": "float32"}, "v")])
+def test_every_family_refuses_dtypes_that_differ(family: families.Family, changes: dict[str, str], words: str) -> None:
+    dtype, dims = "float16" if "float16" in family.dtypes else family.dtypes[0], family.head_dims[0]
+    changes = {name: "float16" if value == dtype else value for name, value in changes.items()}
+    arch = next(arch for arch in ARCHS.values() if family.runs_on(arch))
+    grads = ("dq", "dk", "dv") if family.op == "backward" else None
+    key = PlanKey(dtype, dtype, *dims, Features(), arch, grads, **changes)
+    assert family.refuse(key) == f"{words} in another dtype than q"
+    with pytest.raises(Unsupported, match=f"'{family.name}' refuses: {words} in another dtype than q"):
+        families.select(key)
 
 
 def test_small_float32_calls_take_few_launches():

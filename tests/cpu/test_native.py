@@ -6,6 +6,8 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -33,6 +35,7 @@ from flashtile.problem import DENSE_FIELDS, AttentionArgs, Problem, is_aligned16
 from flashtile.runtime import driver, extension
 from flashtile.testing import GRADS, Case
 
+ROOT = Path(__file__).resolve().parents[2]
 # Of the GPU that is pretended; with few, grids of few tiles are large
 HEAD_DIMS = tuple(head_dim for head_dim, _ in families.find("fwd_simt").head_dims)
 NUM_MULTIPROCESSORS = (fake_gpu.NUM_MULTIPROCESSORS, 16, 4, fake_gpu.NUM_MULTIPROCESSORS)
@@ -298,6 +301,60 @@ def test_options_that_a_case_gives_together(recorder: Recorder) -> None:
         one, other = by_python(recorder, launch, (out, lse)), by_cpp(recorder, ops.forward, args, launch)
         assert other is not None
         assert differences(launch, one, other, ("out", "lse")) == [], args[13:]
+
+
+def test_values_that_lie_in_the_keys(recorder: Recorder) -> None:
+    """The same launches, but a plan of their own: a family may ask for it."""
+    q, k = (torch.randn(2, 4, 40, 128, dtype=torch.bfloat16) for _ in range(2))
+    for v in (k[..., :64], k[..., :64].clone()):
+        args = AttentionArgs(q, k, v)
+        out, lse = ops.empty_outputs(args)
+        launch = cuda.forward_launch(args, out, lse)
+        one, other = by_python(recorder, launch, (out, lse)), by_cpp(recorder, ops.forward, args, launch)
+        assert other is not None
+        assert differences(launch, one, other, ("out", "lse")) == []
+    assert extension.executor().num_plans() == 2
+
+
+@pytest.mark.parametrize("names", ["k", "v", "kv"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_each_operand_has_a_map_of_its_own_dtype(
+    dtype: torch.dtype, names: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the plan of a family that would take such a call."""
+    plain = AttentionArgs(*(torch.randn(2, 4, 256, 128).to(torch.bfloat16) for _ in range(3)))
+    args = plain._replace(**{name: getattr(plain, name).to(dtype) for name in names})
+    out, lse = ops.empty_outputs(args)
+    launch = cuda.forward_launch(plain, out, lse)
+    launch = launch._replace(tensors=cuda.tensors_of(args) | {"out": out, "lse": lse})
+    assert {"k", "v"} <= {tensor_map.tensor for tensor_map in launch.plan.maps}
+    one = by_python(recorder, launch, (out, lse))
+
+    def planned(args: AttentionArgs) -> tuple[None, None]:
+        assert native.waiting(native.FORWARD, 0, fake_gpu.NUM_MULTIPROCESSORS) is not None
+        assert native.register_plan(native.FORWARD, launch.plan, fake_gpu.NUM_MULTIPROCESSORS, launch.arch)
+        return None, None
+
+    monkeypatch.setattr(ops, "forward_by_python", planned)
+    other = by_cpp(recorder, ops.forward, args, launch)
+    assert other is not None
+    assert differences(launch, one, other, ("out", "lse")) == []
+
+
+def test_a_dtype_without_a_map_is_an_error(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = AttentionArgs(*(torch.randn(2, 4, 256, 128).to(torch.bfloat16) for _ in range(3)))
+    args = plain._replace(k=plain.k.double())
+    launch = cuda.forward_launch(plain, *ops.empty_outputs(plain))
+    with pytest.raises(flashtile.Unsupported, match="tensor map: got float64; accepted: float16, float32, bfloat16"):
+        executor.execute(launch._replace(tensors=launch.tensors | {"k": args.k}))
+    monkeypatch.setattr(
+        ops,
+        "forward_by_python",
+        lambda args: (native.register_plan(native.FORWARD, launch.plan, 132, launch.arch) and None, None),
+    )
+    native.waiting(native.FORWARD, 0, 132)  # C++ knows the GPU
+    with pytest.raises(driver.DriverError, match="cuTensorMapEncodeTiled of a tensor whose dtype has no map"):
+        ops.forward(*args)
 
 
 def test_rows_that_overlap_and_gradients_of_odd_memory(recorder: Recorder) -> None:
@@ -779,8 +836,10 @@ def test_a_step_with_a_wrong_cluster_is_refused(fields: dict[str, int], message:
 def test_a_plan_belongs_to_the_call_that_fell_back(recorder: Recorder) -> None:
     args = PLAIN.make(0).args
     launch = cuda.forward_launch(args, *ops.empty_outputs(args))
-    executor.execute(launch)
-    native.register_plan(native.FORWARD, launch)
+    assert native.waiting(native.FORWARD, 0, 132) is None
+    assert not native.register_plan(native.FORWARD, launch.plan, 132, launch.arch)
+    with pytest.raises(RuntimeError, match="no call waits for a plan"):
+        extension.executor().register_plan(native.FORWARD, ())
     assert extension.executor().num_plans() == 0
 
 
@@ -789,15 +848,25 @@ def test_a_plan_belongs_to_the_call_that_fell_back(recorder: Recorder) -> None:
 
 @pytest.fixture
 def served(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The calls that the Python executor has run, as the steps they launched."""
+    """The calls that Python has planned or run, as the steps of their plans."""
     names: list[str] = []
-    execute = executor.execute
+    execute, register_plan = executor.execute, native.register_plan
 
-    def counted(call: Launch) -> None:
-        names.append("+".join(step.name for step in call.plan.steps if isinstance(step, plans.Step)))
+    def note(plan: plans.LaunchPlan) -> None:
+        names.append("+".join(step.name for step in plan.steps if isinstance(step, plans.Step)))
+
+    def executed(call: Launch) -> None:
+        note(call.plan)
         execute(call)
 
-    monkeypatch.setattr(executor, "execute", counted)
+    def planned(kind: int, plan: plans.LaunchPlan, *more: Any) -> bool:
+        is_registered = register_plan(kind, plan, *more)
+        if is_registered:
+            note(plan)
+        return is_registered
+
+    monkeypatch.setattr(executor, "execute", executed)
+    monkeypatch.setattr(native, "register_plan", planned)
     torch.use_deterministic_algorithms(False)
     return names
 
@@ -806,7 +875,7 @@ def make(*shape: int, **options: Any) -> list[Tensor]:
     return [torch.randn(*shape, dtype=torch.bfloat16, **options) for _ in range(3)]
 
 
-def test_python_runs_the_first_call_only(served: list[str], recorder: Recorder) -> None:
+def test_python_plans_the_first_call_only(served: list[str], recorder: Recorder) -> None:
     q, k, v = make(2, 4, 100, 64)
     first = flashtile.attention(q, k, v, causal=True)
     assert len(served) == 1
@@ -819,6 +888,75 @@ def test_python_runs_the_first_call_only(served: list[str], recorder: Recorder) 
     for length in range(101, 113):
         flashtile.attention(q, *(torch.randn(2, 4, length, 64, dtype=torch.bfloat16) for _ in range(2)), causal=True)
     assert len(served) == 1
+
+
+@pytest.mark.parametrize("changes", VARIATIONS, ids=str)
+def test_cpp_runs_the_first_call(changes: dict[str, Any], recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the arguments that Python has got as well: duplicates of all of them."""
+    case = Case(**{**{name: getattr(PLAIN, name) for name in PLAIN.__dataclass_fields__}, **changes})
+    inputs = case.make(0)
+    args, execute = inputs.args, executor.execute
+    if args.sinks is not None:
+        args = args._replace(sinks=args.sinks.float())  # else copied, in Python
+    out, lse = ops.empty_outputs(args)
+    launch = cuda.forward_launch(args, out, lse)
+    one = by_python(recorder, launch, (out, lse))
+    monkeypatch.setattr(executor, "execute", None)
+    with torch.no_grad():
+        recorder.reset(len(launch.plan.image))
+        before = num_fallbacks()
+        results = ops.forward(*args)
+        other = Done(recorder.launches(), results)
+        assert num_fallbacks() == before + 1
+        assert differences(launch, one, other, ("out", "lse")) == []
+        if case.kind in ("paged", "cache"):
+            return
+        wanted = (True, True, True, args.bias is not None, args.sinks is not None)
+        grads, dlse = ops.empty_grads(args, ops.GradNeeds(*wanted)), torch.randn_like(lse)
+        launch = cuda.backward_launch(args, inputs.dout, dlse, out, lse, grads)
+        monkeypatch.setattr(executor, "execute", execute)
+        one = by_python(recorder, launch, tuple(grads))
+        monkeypatch.setattr(executor, "execute", None)
+        recorder.reset(len(launch.plan.image))
+        results = ops.backward(inputs.dout, dlse, *args, out, lse, wanted)
+        named = zip(results, wanted, strict=True)
+        other = Done(recorder.launches(), tuple(grad if is_wanted else None for grad, is_wanted in named))
+        assert differences(launch, one, other, GRADS) == []
+
+
+def test_python_runs_what_cpp_could_not_after_all(
+    served: list[str], recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C++ has a plan and lacks memory for it."""
+    q, k, v = torch.randn(1, 2, 1, 64, dtype=torch.bfloat16), *make(1, 2, 4000, 64)[1:]
+    monkeypatch.setattr(extension.executor(), "add_kept_zeros", lambda *region: None)
+    for turn in range(1, 3):
+        recorder.reset(0)
+        flashtile.attention(q, k, v)
+        assert len(served) == 2 * turn  # planned, and executed
+        assert len(recorder.launches()) == 1
+
+
+def test_python_only_is_nested() -> None:
+    with native.python_only():
+        with native.python_only():
+            pass
+        assert extension.executor().is_python_only()
+    assert not extension.executor().is_python_only()
+
+
+def test_a_cold_call_goes_to_python_once(recorder: Recorder) -> None:
+    """And enters no more of it than it needs: tools/count_calls.py."""
+    text = subprocess.run(
+        [sys.executable, "tools/count_calls.py"], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout
+    found = {line[:24].strip(): [int(number) for number in line[24:].split()] for line in text.splitlines()[1:]}
+    assert {name: numbers[-1] for name, numbers in found.items()} == {
+        name: int(name.startswith("cold")) for name in found
+    }
+    most = {"hot forward": 3, "hot forward with grad": 5, "hot backward": 1, "first forward with grad": 8}
+    most |= {"cold forward": 215, "cold backward": 200, "cold forward, window": 120}
+    assert {name: found[name][1] for name, limit in most.items() if found[name][1] > limit} == {}
 
 
 def test_a_kernel_that_was_not_needed_yet_is_made_when_it_is(served: list[str]) -> None:
@@ -843,7 +981,7 @@ def test_a_call_that_needs_a_copy_teaches_nothing(served: list[str], monkeypatch
     for _ in range(2):
         flashtile.attention(q, longer, longer, alibi_slopes=slopes[:2])  # split, and combined
         flashtile.attention(q, k, v, alibi_slopes=slopes[::2])  # not contiguous
-    assert len(served) == len(copies) == 3
+    assert (len(served), len(copies)) == (3, 2)
 
 
 def test_flags_of_a_join_are_kept_zeros_of_one_stream_and_capture(served: list[str], recorder: Recorder) -> None:
@@ -1083,6 +1221,9 @@ def wrong_calls() -> list[tuple[str, Any]]:
         ("head_dim of k", lambda: attention(q, k[..., :56], v)),
         ("rows of stride 2", lambda: attention(q, k, torch.randn(2, 4, 16, 128, dtype=torch.bfloat16)[..., ::2])),
         ("dtype of v", lambda: attention(q, k, v.half())),
+        ("8 bits of k", lambda: attention(q, k.to(torch.float8_e4m3fn), v)),
+        ("8 bits of v", lambda: attention(q, k, v.to(torch.float8_e5m2))),
+        ("8 bits", lambda: attention(*(tensor.to(torch.float8_e4m3fn) for tensor in (q, k, v)))),
         ("dtype of q", lambda: attention(q.long(), k.long(), v.long())),
         ("three dimensions", lambda: attention(q[0], k[0], v[0])),
         ("another device", lambda: attention(q, k.to("meta"), v)),
@@ -1136,6 +1277,121 @@ def test_bad_input_is_refused_in_the_same_words(served: list[str]) -> None:
     assert found == expected
     right = {"plain", "bias", "mask", "sinks", "slopes", "dropout", "varlen", "paged"}
     assert {name for name, (kind, _) in found.items() if not kind} == right
+
+
+# Every right call with one thing changed, as the ops take it: what C++ lets pass by a plan, Python takes
+
+
+def changed_tensors(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Each size less, more or 0; a rank less and more; other dtypes; other memory."""
+    for axis, size in enumerate(tensor.shape):
+        for other in {0, 1, size - 1, size + 1, 2 * size} - {size, -1}:
+            shape = (*tensor.shape[:axis], other, *tensor.shape[axis + 1 :])
+            yield f"shape {shape}", torch.zeros(shape, dtype=tensor.dtype)
+        yield f"axis {axis} expanded", tensor.narrow(axis, 0, 1).expand(tensor.shape)
+        yield (
+            f"axis {axis} strided",
+            tensor.repeat_interleave(2, axis).narrow(axis, 0, 2 * size)[
+                (*([slice(None)] * axis), slice(None, None, 2))
+            ],
+        )
+    yield "a rank less", tensor[0] if tensor.dim() else tensor
+    yield "a rank more", tensor[None]
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.int32,
+        torch.int64,
+        torch.bool,
+    ):
+        if dtype != tensor.dtype:
+            yield f"{dtype}", tensor.to(dtype)
+    yield "elsewhere", tensor.to("meta")
+
+
+NUMBERS = (-(2**31), -2, -1, 0, 1, 7, 8, 2**31 - 1024, 2**31)
+CHANGED_OPTIONS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), (None, *NUMBERS)),
+    **dict.fromkeys(("window_left", "window_right", "first_query", "first_key", "first_head"), NUMBERS),
+    **dict.fromkeys(("total_heads", "num_splits"), NUMBERS),
+    "scale": (None, 0.0, -1.0, 1e38, 2.0**128, float("inf"), float("nan")),
+    "softcap": (-1.0, 0.0, 1.0, 1e39, float("inf"), float("nan")),
+    "dropout_p": (-0.1, 0.0, 0.5, 1.0, float("nan")),
+    "causal": ("none", "top_left", "bottom_right", "left"),
+    "layout": ("bhsd", "bshd", "sbhd"),
+    "backend": (None, "cuda", "nobody"),
+    "out_dtype": (None, torch.float32, torch.float16, torch.int32),
+}
+
+
+def changed_calls(args: AttentionArgs) -> Iterator[tuple[str, AttentionArgs]]:
+    for name, value in args._asdict().items():
+        if isinstance(value, Tensor):
+            for words, tensor in changed_tensors(value):
+                yield f"{name}: {words}", args._replace(**{name: tensor})
+            yield f"{name}: None", args._replace(**{name: None})
+        for other in CHANGED_OPTIONS.get(name, ()):
+            yield f"{name}: {other}", args._replace(**{name: other})
+
+
+def outcome_of(op: Any, *values: Any) -> tuple[str, ...]:
+    """The error in words, or what the results look like."""
+    try:
+        with torch.no_grad():
+            results = op(*values)
+    except Exception as error:
+        return type(error).__name__, str(error).partition("\nException raised from")[0]
+    return tuple(f"{tuple(one.shape)} {one.stride()} {one.dtype} {one.device}" for one in results or ())
+
+
+CHANGED_CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "options": {"mask": "qk", "bias": "bhqk", "alibi": "bh", "has_sinks": True, "dropout_p": 0.3},
+    "bshd": {"layout": "bshd", "heads": 4, "heads_kv": 2},
+    "varlen": {"kind": "varlen"},
+    "varlen with lengths": {"kind": "varlen", "has_max_lengths": True, "mask": "hqk"},
+    "used": {"kind": "used"},
+    "padded": {"kind": "padded"},
+    "paged": {"kind": "paged"},
+}
+
+
+@pytest.mark.parametrize("name", CHANGED_CASES)
+def test_a_plan_serves_no_call_that_python_refuses(name: str, served: list[str]) -> None:
+    fields = {"dtype": torch.bfloat16, "batch": 3, "heads": 2, "heads_kv": 2, "seqlen_q": 9, "seqlen_k": 33}
+    case = Case(**{**fields, "head_dim": 32, "head_dim_v": 32, **CHANGED_CASES[name]})
+    inputs = case.make(0)
+    args = inputs.args
+    if args.sinks is not None:
+        args = args._replace(sinks=args.sinks.float())
+    ops.forward(*args)
+    assert not falls_back(lambda: ops.forward(*args))
+    num_refused = num_served = 0
+    for words, changed in changed_calls(args):
+        before = num_fallbacks()
+        found = [outcome_of(ops.forward, *changed) for _ in range(2)]
+        num_served += num_fallbacks() < before + 2
+        with native.python_only():
+            expected = outcome_of(ops.forward, *changed)
+        assert found == [expected, expected], words
+        num_refused += expected[0].endswith("Error") or expected[0] == "Unsupported"
+    assert num_refused > 40
+    assert num_served > 40
+    if name == "paged":
+        return
+    out, lse = ops.empty_outputs(args)
+    saved = {"dout": torch.zeros_like(out), "dlse": torch.zeros_like(lse), "out": out, "lse": lse}
+    needs = (True, True, True, args.bias is not None, args.sinks is not None)
+    for which, tensor in saved.items():
+        for words, other in (("", tensor), *changed_tensors(tensor)):
+            given = saved | {which: other}
+            values = (given["dout"], given["dlse"], *args, given["out"], given["lse"], needs)
+            found = [outcome_of(ops.backward, *values) for _ in range(2)]
+            with native.python_only():
+                expected = outcome_of(ops.backward, *values)
+            assert found == [expected, expected], (which, words)
 
 
 def test_checking_reads_lengths_in_every_call(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

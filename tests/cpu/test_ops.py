@@ -17,7 +17,7 @@ from torch.library import opcheck
 
 import flashtile
 from flashtile import ops
-from flashtile.problem import CACHE_ARGUMENTS, DENSE_FIELDS, NUM_TENSORS, AttentionArgs, dense_schema, schema
+from flashtile.problem import CACHE_ARGUMENTS, DENSE_FIELDS, NUM_TENSORS, AttentionArgs, dense_schema, limits, schema
 from flashtile.runtime import extension
 from flashtile.testing import Case
 
@@ -48,7 +48,7 @@ def test_cpp_has_the_same_list_of_arguments() -> None:
     subprocess.run([sys.executable, str(tool), "--check"], check=True)
     if extension.missing() is None:
         assert ", ".join(extension.executor().ARGUMENTS) == ", ".join(
-            [schema(), *dense_schema(), *(f"cache: {name}" for name in CACHE_ARGUMENTS)]
+            [schema(), *dense_schema(), *(f"cache: {name}" for name in CACHE_ARGUMENTS), *limits()]
         )
 
 

@@ -4,6 +4,7 @@ served right or refused by name."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper
 from torch.utils._pytree import tree_map_only
 
 import flashtile
+from flashtile.kernels import families
+from flashtile.kernels.arch import ARCHS
+from flashtile.problem import AttentionArgs, Problem, is_v_in_k, shape_of
 
 BIASES = {"upper_left": (causal_upper_left, "top_left"), "lower_right": (causal_lower_right, "bottom_right")}
 
@@ -328,3 +332,54 @@ def test_the_strides_of_an_empty_tensor_say_nothing() -> None:
     q = torch.zeros(0, 2, 3, 4).as_strided((0, 2, 3, 4), (0, 0, 0, 0))
     k = torch.zeros(0, 2, 5, 4)
     assert flashtile.attention(q, k, k).shape == (0, 2, 3, 4)
+
+
+# Values that lie in the keys, as in latent attention
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("backend", ["cpu", "tiled", "reference"])
+def test_values_that_lie_in_the_keys(backend: str, layout: str, seed: int) -> None:
+    options = {"causal": True, "backend": backend, "layout": layout, "deterministic": True}
+    q, k = torch.randn(2, 6, 6, 40, requires_grad=True), torch.randn(2, 6, 6, 40, requires_grad=True)
+    out = flashtile.attention(q, k, k[..., :24], **options)
+    own = k.detach()[..., :24].clone().requires_grad_()
+    apart = flashtile.attention(q, k, own, **options)
+    assert torch.equal(out, apart)
+    dout = torch.randn_like(out)
+    dq, dk = torch.autograd.grad(out, (q, k), dout)
+    others = torch.autograd.grad(apart, (q, k, own), dout)
+    assert torch.equal(dq, others[0])
+    assert torch.equal(dk, others[1] + torch.nn.functional.pad(others[2], (0, 16)))
+
+
+@pytest.mark.parametrize(
+    ("expected", "values"),
+    [
+        (True, lambda k: k),
+        (True, lambda k: k[..., :24]),
+        (True, lambda k: k.view(-1).as_strided((1, 3, 6, 24), (5, 240, 40, 1))),  # along an axis of length 1
+        (False, lambda k: k[..., :24].clone()),
+        (False, lambda k: k[..., 1:25]),
+        (False, lambda k: k.view(torch.bfloat16)[..., :24]),
+        (False, lambda k: k.view(-1).as_strided((1, 3, 6, 24), (720, 40, 120, 1))),
+        (False, lambda k: k.view(1, 6, 3, 40)),
+        (False, lambda k: torch.empty_like(k, device="meta")),
+    ],
+    ids=["k", "columns", "odd stride", "copy", "later columns", "dtype", "swapped", "sizes", "meta"],
+)
+def test_whether_values_lie_in_the_keys(expected: bool, values: Callable[[Any], Any]) -> None:
+    k = torch.randn(1, 3, 6, 40)
+    assert is_v_in_k(k, values(k)) == expected
+    assert not is_v_in_k(k[..., :24], k)  # v is wider
+
+
+def test_a_problem_says_each_dtype() -> None:
+    q = torch.randn(1, 2, 3, 8, dtype=torch.bfloat16)
+    args = AttentionArgs(q, q.to(torch.float8_e4m3fn), q.half())
+    problem = Problem.summary(args, shape_of(args))
+    assert (problem.dtype, problem.k_dtype, problem.v_dtype) == (torch.bfloat16, torch.float8_e4m3fn, torch.float16)
+    key = families.key_of(problem, None, ARCHS[90], 132)
+    assert (key.dtype, key.k_dtype, key.v_dtype, key.mixed) == ("bfloat16", "float8_e4m3fn", "float16", ("k", "v"))
+    same = families.key_of(Problem.of(AttentionArgs(q, q, q)), None, ARCHS[90], 132)
+    assert (same.k_dtype, same.v_dtype, same.mixed, same.is_v_in_k) == (None, None, (), True)

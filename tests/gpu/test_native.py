@@ -11,7 +11,7 @@ import torch
 
 import flashtile
 from flashtile import ops
-from flashtile.backends import executor, native
+from flashtile.backends import executor, native, registry
 from flashtile.kernels import assemble
 from flashtile.problem import AttentionArgs
 from flashtile.runtime import extension
@@ -56,7 +56,7 @@ def results(case: Case) -> list[torch.Tensor]:
 def test_both_executors_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     results(CASES[name])
     with monkeypatch.context() as patch:
-        patch.setattr(executor, "execute", None)  # the first call was Python's last
+        patch.setattr(registry, "select", None)  # nobody asks Python any more
         served = results(CASES[name])
     with native.python_only():
         expected = results(CASES[name])
@@ -69,7 +69,7 @@ def test_lengths_never_seen_before_need_no_plan(monkeypatch: pytest.MonkeyPatch)
     assemble.clear_plans()
     q, cache = torch.randn(1, 4, 1, 64, device="cuda"), torch.randn(2, 1, 4, 3000, 64, device="cuda")
     flashtile.attention(q, cache[0, :, :, :2000], cache[1, :, :, :2000])
-    monkeypatch.setattr(executor, "execute", None)
+    monkeypatch.setattr(registry, "select", None)
     for length in range(2001, 2600):
         out = flashtile.attention(q, cache[0, :, :, :length], cache[1, :, :, :length])
         if length % 100 == 0:

@@ -92,6 +92,15 @@ class Backend(ABC):
         known. Asked before `refuse`, so it may not be expensive."""
         return families.provider_us(self.name, kind_of(problem, op))
 
+    def plan_forward(self, args: AttentionArgs, problem: Problem) -> bool:
+        """Registers a plan for the call that C++ has handed to Python (backends/native.py), which C++ then runs. False
+        where `forward` has to."""
+        return False
+
+    def plan_backward(self, args: AttentionArgs, problem: Problem, needs: GradNeeds, has_dlse: bool) -> bool:
+        """The same for a backward pass."""
+        return False
+
     @abstractmethod
     def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
         """Fills `out` and `lse`, every element of them."""

@@ -3,13 +3,14 @@ a plan."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashtile.backends import dropout
-from flashtile.backends.base import Grads
+from flashtile.backends.base import GradNeeds, Grads
 from flashtile.kernels.params import kernel_scale_log2, kernel_softcap, kernel_window
 from flashtile.kernels.spec import GRADS, CallLayout
 from flashtile.problem import (
@@ -51,7 +52,14 @@ def backward_tensors(
     return tensors_of(args) | {name: tensor for name, tensor in others.items() if tensor is not None}
 
 
-def layout_of(args: AttentionArgs, tensors: dict[str, Tensor]) -> CallLayout:
+def wanted_grads(args: AttentionArgs, needs: GradNeeds) -> tuple[str, ...]:
+    """The gradients that a backward pass writes: a tensor that is not there has none."""
+    given = {"dbias": args.bias is not None, "dsinks": args.sinks is not None}
+    return tuple(name for name, need in zip(GRADS, needs, strict=True) if need and given.get(name, True))
+
+
+def layout_of(args: AttentionArgs, tensors: Iterable[str]) -> CallLayout:
+    """tensors: the names of those that are there."""
     optional = tuple(name for name in tensors if name not in ("q", "k", "v", "out", "lse", "dout", *GRADS))
     return CallLayout(
         args.layout, optional, args.max_seqlen_q is not None, args.max_seqlen_k is not None, args.causal == "top_left"

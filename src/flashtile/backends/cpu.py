@@ -5,20 +5,21 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from flashtile.backends import executor, native
-from flashtile.backends.base import Backend, Grads
-from flashtile.backends.call import backward_tensors, layout_of, scalars_of, tensors_of
+from flashtile.backends.base import Backend, GradNeeds, Grads
+from flashtile.backends.call import backward_tensors, layout_of, scalars_of, tensors_of, wanted_grads
 from flashtile.backends.executor import Launch, Scalars, Splits
 from flashtile.errors import dtype_name
 from flashtile.kernels.host import HostKey, arithmetic_of, host_plan
 from flashtile.kernels.params import WideParams
-from flashtile.kernels.plan import ENGINE_DTYPES
+from flashtile.kernels.plan import ENGINE_DTYPES, LaunchPlan
 from flashtile.kernels.spec import GRADS
-from flashtile.problem import AttentionArgs, Problem, check_values, is_checking, is_deterministic, shape_of
+from flashtile.problem import AttentionArgs, Problem, check_values, is_deterministic, shape_of
 from flashtile.runtime import extension
 
 
@@ -36,14 +37,21 @@ class CpuBackend(Backend):
             return "the C++ extension was built from other sources; `pip install .` builds it anew"
         return reason
 
+    def plan_forward(self, args: AttentionArgs, problem: Problem) -> bool:
+        if native.waiting_on_host(native.FORWARD) is None:
+            return False
+        return native.register_plan(native.FORWARD, _plan(args, tensors_of(args), None))
+
+    def plan_backward(self, args: AttentionArgs, problem: Problem, needs: GradNeeds, has_dlse: bool) -> bool:
+        if native.waiting_on_host(native.BACKWARD) is None:
+            return False
+        tensors = (*tensors_of(args), *("dlse",) * has_dlse)
+        return native.register_plan(native.BACKWARD, _plan(args, tensors, wanted_grads(args, needs)))
+
     def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
         args, spans = _with_spans(args)
         given = tensors_of(args) | {"out": out, "lse": lse}
-        launch = _launch(args, given, scalars_of(args))
-        executor.execute_on_host(launch, _address(spans))
-        # C++ reads no lengths of packed sequences
-        if args.cu_seqlens_q is None and not is_checking():
-            native.register_host_plan(native.FORWARD, launch)
+        executor.execute_on_host(_launch(args, given, scalars_of(args)), _address(spans))
 
     def backward(
         self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads
@@ -54,8 +62,6 @@ class CpuBackend(Backend):
         scalars = scalars_of(args) | {"num_splits": num_splits, "num_shares": num_splits if num_splits > 1 else 0}
         launch = _launch(args, given, scalars, tuple(name for name in GRADS if name in given))
         executor.execute_on_host(launch, _address(spans))
-        if spans is None and not is_checking():
-            native.register_host_plan(native.BACKWARD, launch)
 
     def details(self, problem: Problem, op: str = "forward") -> dict[str, str]:
         return {"instructions": extension.instruction_set(), "arithmetic": arithmetic_of(dtype_name(problem.dtype))}
@@ -64,11 +70,15 @@ class CpuBackend(Backend):
 def _launch(
     args: AttentionArgs, given: dict[str, Tensor], scalars: Scalars, grads: tuple[str, ...] | None = None
 ) -> Launch:
+    return Launch(_plan(args, given, grads), given, scalars, Splits(1, 1), "")
+
+
+def _plan(args: AttentionArgs, tensors: Iterable[str], grads: tuple[str, ...] | None) -> LaunchPlan:
+    """tensors: the names of those that are there."""
     bias = None if args.bias is None else dtype_name(args.bias.dtype)
-    key = HostKey(
-        dtype_name(args.q.dtype), dtype_name(given["out"].dtype), bias, args.q.shape[-1], args.v.shape[-1], grads
-    )
-    return Launch(host_plan(key, layout_of(args, given)), given, scalars, Splits(1, 1), "")
+    dtype, out_dtype = dtype_name(args.q.dtype), dtype_name(args.out_dtype or args.q.dtype)
+    key = HostKey(dtype, out_dtype, bias, args.q.shape[-1], args.v.shape[-1], grads)
+    return host_plan(key, layout_of(args, tensors))
 
 
 def _has_lengths(args: AttentionArgs) -> bool:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from flashtile.backends import executor, kvcache, native
-from flashtile.backends.base import Backend, Grads, capability
+from flashtile.backends.base import Backend, GradNeeds, Grads, capability
 from flashtile.backends.base import device_arch as _arch
-from flashtile.backends.call import backward_tensors, layout_of, scalars_of, tensors_of
+from flashtile.backends.call import backward_tensors, layout_of, scalars_of, tensors_of, wanted_grads
 from flashtile.backends.executor import Launch
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.errors import Unsupported, dtype_name
@@ -66,25 +66,31 @@ class CudaBackend(Backend):
             return reason
         if num_tiles(problem) > MAX_TILES:
             return "more tiles of queries than kernels number in 32 bits"
-        reasons, family = families.choice(problem_key(problem, op))
-        if family is not None:
+        key = problem_key(problem, op)
+        if families.fastest(key) is not None:
             return None
-        return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        return "; ".join(f"{name}: {reason}" for name, reason in families.refusals(key).items())
 
     def time_us(self, problem: Problem, op: str) -> float | None:
         return families.time_us(problem_key(problem, op))
 
+    def plan_forward(self, args: AttentionArgs, problem: Problem) -> bool:
+        return _plan(native.FORWARD, args, problem, None, ())
+
+    def plan_backward(self, args: AttentionArgs, problem: Problem, needs: GradNeeds, has_dlse: bool) -> bool:
+        return _plan(native.BACKWARD, args, problem, wanted_grads(args, needs), ("dlse",) * has_dlse)
+
     def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
         if is_checking():
             check_values(args)
-        _execute(native.FORWARD, forward_launch(args, out, lse))
+        executor.execute(forward_launch(args, out, lse))
 
     def backward(
         self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads
     ) -> None:
         if is_checking():
             check_values(args)
-        _execute(native.BACKWARD, backward_launch(args, dout, dlse, out, lse, grads))
+        executor.execute(backward_launch(args, dout, dlse, out, lse, grads))
 
     def details(self, problem: Problem, op: str = "forward") -> dict[str, str]:
         key, found = problem_key(problem, op), {}
@@ -97,7 +103,7 @@ class CudaBackend(Backend):
                 tile = f"tile {step.tile}, {step.num_threads // 32} warps"
                 memory = f"{step.shared_bytes / 1024:.0f} KiB of shared memory"
                 found[step.name] = f"{tile}{chosen.tile_note(key)}, {memory}, {key.arch.label}"
-        for name, reason in families.choice(key).refusals.items():
+        for name, reason in families.refusals(key).items():
             if reason is None and name != chosen.name:
                 reason = families.find(name).drawback(key) or f"{chosen.name} is faster"
             if reason is not None:
@@ -143,25 +149,46 @@ def takes_append(k: Tensor) -> bool:
 
 def append(args: AppendArgs) -> None:
     """As kvcache.append, bit for bit; rows that the cache has no room for are dropped."""
-    _execute(native.APPEND, append_launch(args))
+    launch = append_launch(args)
+    if not _plan_append(launch):
+        executor.execute(launch)
 
 
-def append_step(args: AppendArgs, q: Tensor, is_ordered: bool) -> tuple[Tensor | None, Tensor]:
-    """As kvcache.append_step, likewise, in one launch."""
+def append_step(args: AppendArgs, q: Tensor, is_ordered: bool) -> tuple[Tensor | None, Tensor | None]:
+    """As kvcache.append_step, likewise, in one launch. Without results where C++ makes the call by a plan."""
     rotated = None if args.rotary_cos is None else kvcache.empty_rotated(q, args.layout)
     seqused = torch.empty_like(args.cache_seqlens)
-    _execute(native.APPEND, append_launch(args, q, is_ordered, rotated, seqused))
+    launch = append_launch(args, q, is_ordered, rotated, seqused)
+    if _plan_append(launch):
+        return None, None
+    executor.execute(launch)
     return rotated, seqused
 
 
-def _execute(kind: int, launch: Launch) -> None:
-    """Here, and by the C++ executor from the next call like it on."""
-    executor.execute(launch)
-    if not is_checking():
-        native.register_plan(kind, launch)
+def _plan_append(launch: Launch) -> bool:
+    """Registers the plan of the append that waits for one."""
+    index, num_multiprocessors = launch.device_index, launch.splits.num_multiprocessors
+    if native.waiting(native.APPEND, index, num_multiprocessors) is None:
+        return False
+    return native.register_plan(native.APPEND, launch.plan, num_multiprocessors, launch.arch, index)
 
 
 # From a call to what an executor is told
+
+
+def _plan(
+    kind: int, args: AttentionArgs, problem: Problem, grads: tuple[str, ...] | None, others: tuple[str, ...]
+) -> bool:
+    """Registers the plan of the call that waits for one. others: the optional tensors of a backward pass."""
+    arch, num_multiprocessors = _gpu(problem)
+    waiting = native.waiting(kind, problem.device_index, num_multiprocessors)
+    if waiting is None or arch is None:
+        return False
+    key = _key_of(problem, grads)
+    if key.features.is_aligned16 and not waiting.is_aligned16:
+        key = _unaligned(key)
+    plan = assemble.plan(_with_copies(key, problem), layout_of(args, (*tensors_of(args), *others)))
+    return native.register_plan(kind, plan, num_multiprocessors, arch.name, problem.device_index)
 
 
 def forward_launch(args: AttentionArgs, out: Tensor, lse: Tensor) -> Launch:
@@ -264,8 +291,12 @@ def _key(args: AttentionArgs, tensors: dict[str, Tensor], grads: tuple[str, ...]
     key = _key_of(problem, grads)
     others = (tensors[name] for name in ("out", "dout", "dq", "dk", "dv") if name in tensors)
     if key.features.is_aligned16 and not all(map(is_aligned16, others)):
-        key = dataclasses.replace(key, features=dataclasses.replace(key.features, is_aligned16=False))
+        key = _unaligned(key)
     return _with_copies(key, problem)
+
+
+def _unaligned(key: PlanKey) -> PlanKey:
+    return dataclasses.replace(key, features=dataclasses.replace(key.features, is_aligned16=False))
 
 
 def problem_key(problem: Problem, op: str) -> PlanKey:

@@ -1,8 +1,8 @@
 """The C++ executor (csrc/exec) as Python sees it: whether it is there, and the plans that are registered with it.
 
 It looks a call up by everything that the choice of a plan depends on, checks what is left, and launches without Python.
-A call that it has no plan for falls back to backends/executor.py, which registers the plan; a call that it cannot
-handle falls back every time.
+A call that it has no plan for falls back to Python, which registers a plan and leaves the call to it. A call that it
+cannot handle falls back every time, to backends/executor.py or to another backend.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from flashtile.backends import executor
-from flashtile.backends.executor import Launch
 from flashtile.errors import value_error
 from flashtile.kernels import assemble, families
 from flashtile.kernels import plan as plans
-from flashtile.kernels.plan import EnginePass, Memset, Step
-from flashtile.problem import CACHE_ARGUMENTS, SCHEMA_TYPES, dense_schema
-from flashtile.runtime import driver, extension
+from flashtile.kernels.length_class import LengthClass
+from flashtile.kernels.plan import EnginePass, LaunchPlan, Memset, Step
+from flashtile.problem import CACHE_ARGUMENTS, SCHEMA_TYPES, dense_schema, is_checking, limits
+from flashtile.runtime import driver, extension, kept
 
 Function = TypeVar("Function", bound=Any)
 
@@ -35,6 +35,7 @@ _ARGUMENTS = (
     *(f"{kind} {name}" for name, kind in SCHEMA_TYPES.items()),
     *dense_schema(),
     *(f"cache: {name}" for name in CACHE_ARGUMENTS),
+    *limits(),
 )
 
 
@@ -150,39 +151,70 @@ def missing_on_host() -> str | None:
 
 
 def _length_classes() -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    """Those that the choice of a plan looks at: of a forward pass, of a backward pass."""
-    forward, backward = (families.length_classes(op) for op in ("forward", "backward"))
-    return tuple(one.serialized() for one in forward), tuple(one.serialized() for one in backward)
+    """(forward, backward) length classes, serialized for C++."""
+    return _serialized(families.length_classes("forward")), _serialized(families.length_classes("backward"))
 
 
-def register_plan(kind: int, launch: Launch) -> None:
-    """For the call that has fallen back to Python, which has been executed, and all others of its key. Not where it
-    needs a copy."""
-    if missing() is None:
-        _module().set_gpu(launch.device_index, launch.splits.num_multiprocessors, *_length_classes())
-        _hand_over(kind, launch)
+@functools.lru_cache(maxsize=64)
+def _serialized(classes: tuple[LengthClass, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(one.serialized() for one in classes)
 
 
-def register_host_plan(kind: int, launch: Launch) -> None:
+class Waiting(NamedTuple):
+    """The call of this thread that C++ has handed to Python, as its key in C++ describes it."""
+
+    is_aligned16: bool  # every row of q, k, v and of the results that a kernel reads or writes by rows
+
+
+def waiting(kind: int, device_index: int, num_multiprocessors: int) -> Waiting | None:
+    """The call that waits for a plan of this kind; None where there is none, or where C++ cannot run it."""
+    if is_checking() or missing() is not None:
+        return None
+    _module().set_gpu(device_index, num_multiprocessors, *_length_classes())
+    return _waiting_call(kind)
+
+
+def waiting_on_host(kind: int) -> Waiting | None:
     """The same for a pass of the CPU engine."""
-    if missing_on_host() is None:
-        _hand_over(kind, launch)
+    return None if is_checking() or missing_on_host() is not None else _waiting_call(kind)
 
 
-def _hand_over(kind: int, launch: Launch) -> None:
-    module, plan = _module(), launch.plan
-    is_in_place = all(
-        operand.like or operand.strides in executor.COPIED or executor.is_fitting(operand, launch.tensors[operand.name])
-        for operand in plan.operands
-    )
-    if module.is_python_only() or not is_in_place:
-        return
+def _waiting_call(kind: int) -> Waiting | None:
+    found = _module().waiting_call(kind)
+    return None if found is None else Waiting(found)
+
+
+def register_plan(
+    kind: int, plan: LaunchPlan, num_multiprocessors: int = 1, arch: str = "", device_index: int = 0
+) -> bool:
+    """Registers the plan for the call that waits, and for all others of its key. False where C++ cannot run the call.
+    Else it does when the Python kernel returns."""
+    module = _module()
     names = (module.APPEND_TENSORS, module.APPEND_SCALARS) if kind == APPEND else (module.TENSORS, module.SCALARS)
-    values = executor.evaluate(plan, launch.tensors, launch.scalars, launch.splits)
-    for region in executor.kept_zeros(plan, values, launch.device_index).values():
-        module.add_kept_zeros(*region.owner, region.address, region.num_bytes)
-    numbers, symbols = serialize(launch, values, *names)
-    module.register_plan(kind, array("q", numbers).tobytes(), plan.image, "".join(f"{symbol}\n" for symbol in symbols))
+    numbers, symbols = serialize(plan, num_multiprocessors, *names)
+    drafted = module.draft_plan(kind, array("q", numbers).tobytes(), plan.image, "\n".join(symbols))
+    if drafted is None:
+        return False
+    places, kept_bytes = drafted
+    kernels = [step for step in plan.steps if isinstance(step, Step)]
+    found = tuple[tuple[int, int, str], ...]()
+    if places:
+        # A kernel that the call does not launch may not be compiled: it is left out until one does
+        with executor.on_device(device_index):
+            found = tuple(_loaded(place, kernels[place], arch, device_index) for place in places)
+            if kept_bytes:
+                # The default stream is that of the current device
+                region = kept.zeros(device_index, executor.current_stream(device_index), kept_bytes)
+                module.add_kept_zeros(*region.owner, region.address, region.num_bytes)
+    module.register_plan(kind, found)
+    return True
+
+
+def _loaded(place: int, step: Step, arch: str, device_index: int) -> tuple[int, int, str]:
+    """(place, address, name) of a kernel on the current device."""
+    kernel = executor.function(step.unit, step.entry, arch)
+    kernel.set_shared_bytes(device_index, step.shared_bytes)
+    return place, kernel.address(device_index), kernel.symbol
 
 
 def clear_plans() -> None:
@@ -198,13 +230,15 @@ def python_only() -> Iterator[None]:
     """Inside, every call goes through the Python executor, and no plan is registered: where launches are watched, or
     not to be made."""
     module = _module()
-    if module is not None:
-        module.set_python_only(True)
+    if module is None:
+        yield
+        return
+    before = module.is_python_only()
+    module.set_python_only(True)
     try:
         yield
     finally:
-        if module is not None:
-            module.set_python_only(False)
+        module.set_python_only(before)
 
 
 @contextmanager
@@ -236,11 +270,9 @@ _RULES = (
 
 
 def serialize(
-    launch: Launch, values: dict[str, int], tensors: Sequence[str], scalars: Sequence[str]
+    plan: LaunchPlan, num_multiprocessors: int, tensors: Sequence[str], scalars: Sequence[str]
 ) -> tuple[list[int], list[str]]:
-    """The plan with tensors and scalars by index into those lists, and the names of its kernels. A kernel that the call
-    with these values does not launch may not be compiled: it is left out until one does."""
-    plan, splits = launch.plan, launch.splits
+    """The plan with tensors and scalars by index into those lists, and the names of its kernels."""
     value_names = ("num_splits", "num_multiprocessors", *(name for name, _ in plan.values))
     values_at = {name: index for index, name in enumerate(value_names)}  # a plan's own number of splits comes last
     workspaces = [workspace.name for workspace in plan.workspaces]
@@ -278,7 +310,7 @@ def serialize(
 
     split = plan.splits
     numbers = [
-        splits.num_multiprocessors,
+        num_multiprocessors,
         *((split.block_rows, split.split_keys, split.blocks) if split else (0, 0, 0)),
     ]
     numbers += [values_at[name] for name in ("expected_q", "seqlen_k", split.heads, "batch")] if split else [0] * 4
@@ -323,15 +355,12 @@ def serialize(
         if isinstance(step, EnginePass):
             numbers += [_ENGINE, step.is_backward, *step.elements]
             continue
-        kernel = None
-        if executor.num_blocks(step, values) > 0:
-            kernel = executor.function(step.unit, step.entry, launch.arch)
-        numbers += [_KERNEL, 0 if kernel is None else kernel.address(launch.device_index), len(step.grid)]
+        numbers += [_KERNEL, len(step.grid)]
         for factor in step.grid:
             numbers += [values_at[factor.value], factor.divisor]
             numbers.append(0 if factor.plus is None else 1 + values_at[factor.plus])
-        starts_early = kernel is not None and step.starts_early and driver.can_start_early()
+        starts_early = step.starts_early and driver.can_start_early()
         numbers += [step.num_threads, step.shared_bytes, step.is_for_splits]
         numbers += [step.max_blocks, step.cluster, starts_early]
-        symbols.append(step.name if kernel is None else kernel.symbol)
+        symbols.append(step.name)
     return numbers, symbols

@@ -9,27 +9,47 @@ call first. Classes are dataclasses, not tuples: two of different kinds are neve
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 from flashtile.problem import Shape
 
 
 @dataclass(frozen=True)
-class SmallGrid:
+class LengthClass(ABC):
+    """One class; its fields are numbers."""
+
+    code: ClassVar[int]  # csrc/exec/length_class.h: LengthClassKind
+    constants: ClassVar[tuple[int, ...]] = ()
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """Those that lead to different kernels, the value of a long call first."""
+        return self.constants
+
+    @abstractmethod
+    def of(self, shape: Shape, num_multiprocessors: int) -> int:
+        """The value for a call."""
+
+    def serialized(self) -> tuple[int, int, int, int]:
+        """(code, fields, zeros)."""
+        a, b, c = (*vars(self).values(), 0, 0)[:3]
+        return self.code, int(a), int(b), int(c)
+
+
+@dataclass(frozen=True)
+class SmallGrid(LengthClass):
     """1 where tiles of `block_rows` queries make fewer blocks than the GPU has multiprocessors."""
 
     block_rows: int
 
-    @property
-    def values(self) -> tuple[int, int]:
-        return (0, 1)
+    code = 0
+    constants = (0, 1)
 
     def of(self, shape: Shape, num_multiprocessors: int) -> int:
         num_blocks = -(-shape.expected_q // self.block_rows) * shape.heads * shape.batch
         return int(num_blocks < num_multiprocessors)
-
-    def serialized(self) -> tuple[int, int, int, int]:
-        return 0, self.block_rows, 0, 0
 
 
 PACKED_ROWS = 64  # of a tile that holds several heads (attn/head_packing.cuh)
@@ -44,16 +64,15 @@ def packed_heads(shape: Shape, tile_rows: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class PackedHeads:
+class PackedHeads(LengthClass):
     """How many heads share a tile of `tile_rows` rows (`packed_heads`) if that makes fewer tiles than blocks of
     `block_rows` queries would, else 1."""
 
     tile_rows: int
     block_rows: int
 
-    @property
-    def values(self) -> tuple[int, int]:
-        return (1, 4)  # any number above 1: kernels do not know it
+    code = 1
+    constants = (1, 4)  # any number above 1: kernels do not know it
 
     def of(self, shape: Shape, num_multiprocessors: int) -> int:
         num_heads, num_tiles = packed_heads(shape, self.tile_rows)
@@ -61,12 +80,9 @@ class PackedHeads:
         num_single = shape.heads // shape.heads_kv * -(-shape.expected_q // self.block_rows)
         return num_heads if num_packed < num_single else 1
 
-    def serialized(self) -> tuple[int, int, int, int]:
-        return 1, self.tile_rows, self.block_rows, 0
-
 
 @dataclass(frozen=True)
-class FewQueries:
+class FewQueries(LengthClass):
     """How many heads share a tile of `tile_rows` rows (`packed_heads`) where the queries of a sequence make at most
     `max_tiles` tiles for the same heads; else 0."""
 
@@ -74,9 +90,8 @@ class FewQueries:
     max_tiles: int
     is_one_head_tile: bool = False  # 0 also where the heads that share a KV head take more than one tile
 
-    @property
-    def values(self) -> tuple[int, int]:
-        return (0, 4)  # any number above 0: kernels do not know it
+    code = 5
+    constants = (0, 4)  # any number above 0: kernels do not know it
 
     def of(self, shape: Shape, num_multiprocessors: int) -> int:
         num_heads, num_tiles = packed_heads(shape, self.tile_rows)
@@ -84,103 +99,80 @@ class FewQueries:
             return 0
         return num_heads if -(-shape.few_q // (self.tile_rows // num_heads)) <= self.max_tiles else 0
 
-    def serialized(self) -> tuple[int, int, int, int]:
-        return 5, self.tile_rows, self.max_tiles, int(self.is_one_head_tile)
-
 
 @dataclass(frozen=True)
-class ManyRows:
+class ManyRows(LengthClass):
     """1 where the queries of a sequence, for the heads that share a tile of `tile_rows` rows (`packed_heads`), do not
     fit one tile."""
 
     tile_rows: int
 
-    @property
-    def values(self) -> tuple[int, int]:
-        return (0, 1)
+    code = 9
+    constants = (0, 1)
 
     def of(self, shape: Shape, num_multiprocessors: int) -> int:
         return int(shape.expected_q * packed_heads(shape, self.tile_rows)[0] > self.tile_rows)
 
-    def serialized(self) -> tuple[int, int, int, int]:
-        return 9, self.tile_rows, 0, 0
-
 
 @dataclass(frozen=True)
-class RaggedQueries:
+class RaggedQueries(LengthClass):
     """1 where blocks of `large` queries would hold over `percent` percent of the rows that blocks of `small` would."""
 
     large: int
     small: int
     percent: int
 
-    @property
-    def values(self) -> tuple[int, int]:
-        return (0, 1)
+    code = 2
+    constants = (0, 1)
 
     def of(self, shape: Shape, num_multiprocessors: int) -> int:
         rows = -(-shape.expected_q // self.large) * self.large
         return int(100 * rows > self.percent * -(-shape.expected_q // self.small) * self.small)
 
-    def serialized(self) -> tuple[int, int, int, int]:
-        return 2, self.large, self.small, self.percent
-
 
 @dataclass(frozen=True)
-class ManyScores:
+class ManyScores(LengthClass):
     """1 where a call has at least 2 ** log2 scores over all heads."""
 
     log2: int
 
-    @property
-    def values(self) -> tuple[int, int]:
-        return (1, 0)
+    code = 3
+    constants = (1, 0)
 
     def of(self, shape: Shape, num_multiprocessors: int) -> int:
         return int(shape.batch * shape.heads * shape.expected_q * shape.expected_k >= 1 << self.log2)
 
-    def serialized(self) -> tuple[int, int, int, int]:
-        return 3, self.log2, 0, 0
-
 
 @dataclass(frozen=True)
-class ShortLengths:
+class ShortLengths(LengthClass):
     """1 where a call has at most so many queries and keys."""
 
     queries: int
     keys: int
 
-    @property
-    def values(self) -> tuple[int, int]:
-        return (0, 1)
+    code = 4
+    constants = (0, 1)
 
     def of(self, shape: Shape, num_multiprocessors: int) -> int:
         return int(shape.expected_q <= self.queries and shape.expected_k <= self.keys)
 
-    def serialized(self) -> tuple[int, int, int, int]:
-        return 4, self.queries, self.keys, 0
-
 
 @dataclass(frozen=True)
-class LongLengths:
+class LongLengths(LengthClass):
     """1 where a call has at least so many queries and keys."""
 
     queries: int
     keys: int
 
-    @property
-    def values(self) -> tuple[int, int]:
-        return (1, 0)
+    code = 7
+    constants = (1, 0)
 
     def of(self, shape: Shape, num_multiprocessors: int) -> int:
         return int(shape.expected_q >= self.queries and shape.expected_k >= self.keys)
 
-    def serialized(self) -> tuple[int, int, int, int]:
-        return 7, self.queries, self.keys, 0
-
 
 @dataclass(frozen=True)
-class LongShares:
+class LongShares(LengthClass):
     """How many of these lengths, in rising order, the rows of a sequence reach on average: of q and of k, whichever are
     fewer."""
 
@@ -188,25 +180,23 @@ class LongShares:
     second: int
     third: int
 
-    @property
-    def values(self) -> tuple[int, ...]:
-        return (3, 2, 1, 0)
+    code = 8
+    constants = (3, 2, 1, 0)
 
     def of(self, shape: Shape, num_multiprocessors: int) -> int:
         return sum(shape.least_share >= length for length in (self.first, self.second, self.third))
 
-    def serialized(self) -> tuple[int, int, int, int]:
-        return 8, self.first, self.second, self.third
-
 
 @dataclass(frozen=True)
-class KeySteps:
+class KeySteps(LengthClass):
     """How many steps of 16 keys a call has where it has at most `single` keys, at least 1; 254 where it has at most
     `some`; 255 where it has at most `most`; else 0."""
 
     single: int
     some: int
     most: int
+
+    code = 6
 
     @property
     def values(self) -> tuple[int, ...]:
@@ -218,20 +208,3 @@ class KeySteps:
         if shape.expected_k > self.single:
             return 254 if shape.expected_k <= self.some else 255
         return max(-(-shape.expected_k // 16), 1)
-
-    def serialized(self) -> tuple[int, int, int, int]:
-        return 6, self.single, self.some, self.most
-
-
-LengthClass = (
-    KeySteps
-    | SmallGrid
-    | PackedHeads
-    | RaggedQueries
-    | ManyScores
-    | ShortLengths
-    | FewQueries
-    | LongLengths
-    | LongShares
-    | ManyRows
-)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,6 +55,7 @@ class Features:
         ]
 
 
+@functools.lru_cache(maxsize=1024)
 def features_of(problem: Problem) -> Features:
     return Features(
         has_band=problem.window != (-1, -1),
@@ -77,7 +79,7 @@ class PlanKey:
     """Key of a pass: all that decides its kernels. It holds no length, only the classes of lengths that families look
     at."""
 
-    dtype: str
+    dtype: str  # q's
     out_dtype: str
     head_dim: int
     head_dim_v: int
@@ -90,7 +92,16 @@ class PlanKey:
     classes: tuple[tuple[LengthClass, int], ...] = ()
     is_deterministic: bool = False  # results have the same bits in every run
     matmul_precision: str = "highest"  # of float32 products, as torch.set_float32_matmul_precision says
+    k_dtype: str | None = None  # None: q's
+    v_dtype: str | None = None
+    is_v_in_k: bool = False  # each row of v is the beginning of the same row of k in memory
     copies_rows: bool = False  # rows that are not aligned are copied; `features` and head dims are those of the copies
+
+    @property
+    def mixed(self) -> tuple[str, ...]:
+        """Those of k and v whose dtype is not q's."""
+        dtypes = {"k": self.k_dtype, "v": self.v_dtype}
+        return tuple(name for name, dtype in dtypes.items() if dtype not in (None, self.dtype))
 
     @property
     def op(self) -> str:

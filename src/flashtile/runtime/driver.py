@@ -48,8 +48,8 @@ _ARGUMENTS: dict[str, tuple[type, ...] | None] = {
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
 }
 TENSOR_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
-# CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion
-_MAP_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}
+# CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion. TMA moves float8 as bytes
+_MAP_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9, "float8_e4m3fn": 0, "float8_e5m2": 0}
 _MAP_SWIZZLE_128 = 3
 _MAP_PROMOTIONS = (0, 64, 128, 256)  # bytes, in the order of CUtensorMapL2promotion
 _CAPTURE_MODE_RELAXED = 2
@@ -189,6 +189,8 @@ class TensorMap:
     def __init__(
         self, dtype: str, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], l2_bytes: int = 256
     ) -> None:
+        if dtype not in _MAP_TYPES:
+            raise unsupported("tensor map", dtype, ", ".join(_MAP_TYPES))
         rank = len(sizes)
         self._encode: Callable[..., int] = _driver().cuTensorMapEncodeTiled
         self._kind = _MAP_TYPES[dtype], rank

@@ -17,8 +17,9 @@ from flashtile.runtime import driver
 _NAME = "flashtile._C"
 _ISA_SWITCH = "FLASHTILE_CPU_ISA"
 _ALL_INSTRUCTION_SETS = ("avx512", "avx2", "baseline")  # that some build and processor have
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 # As csrc/exec/tensor.h: Dtype, from 1 on
-DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "bool", "uint8")
+DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "bool", "uint8", *FLOAT8)
 
 
 @functools.cache

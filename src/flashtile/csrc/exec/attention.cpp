@@ -7,14 +7,14 @@
 namespace flashtile {
 namespace {
 
-constexpr i64 kMaxLength = (i64{1} << 31) - 1024;               // problem.py: MAX_LENGTH
+#define FT_LIMIT(name, words, value) constexpr i64 name = value;
+#include "arguments.inc"
 constexpr i64 kMaxTiles = (i64{1} << 30) - 1;                   // backends/cuda.py: MAX_TILES
 constexpr i64 kWidestWindow = std::numeric_limits<i32>::max();  // kernels/params.py: kernel_window
 // As in kernels/params.py: kernel_softcap, kernel_scale_log2
 constexpr double kSmallestSoftcap = 0x1p-100, kLargestSoftcap = 0x1p100, kSmallestFloat = 0x1p-149;
 constexpr double kSmallestFactor = 0x1p-126, kLargestFactor = 0x1p126, kLargestFactorF64 = 0x1p1022;
 constexpr double kLargestScale = 0x1p127;  // problem.py: LARGEST_SCALE
-constexpr i64 kMaxHeadDim = 512;
 constexpr double kLog2e = 1.4426950408889634;
 
 struct Axes {
@@ -271,6 +271,13 @@ bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& 
     key.flags |= flag ? bit : 0;
     bit <<= 1;
   };
+  bool is_aligned = true, is_disjoint = true;
+  for (Tensor index : {kQ, kK, kV, kOut, kDout, kDq, kDk, kDv}) {
+    is_aligned = is_aligned && (!tensors[index].is_given() || tensors[index].is_aligned16());
+  }
+  for (Tensor index : {kQ, kK, kV}) is_disjoint = is_disjoint && rows_disjoint(tensors[index], options.is_bshd);
+  note(is_aligned);  // the first one: Key::has_aligned_rows
+  note(is_disjoint);
   note(options.is_bshd);
   note(options.causal != Causal::kNone);
   note(options.causal == Causal::kTopLeft);
@@ -287,17 +294,19 @@ bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& 
   note(options.needs_grad && counts_grads);
   note(options.needs_bias_grad && counts_grads);
   note(scale > 0.0);
-  bool is_aligned = true, is_disjoint = true;
-  for (Tensor index : {kQ, kK, kV, kOut, kDout, kDq, kDk, kDv}) {
-    is_aligned = is_aligned && (!tensors[index].is_given() || tensors[index].is_aligned16());
-  }
-  for (Tensor index : {kQ, kK, kV}) is_disjoint = is_disjoint && rows_disjoint(tensors[index], options.is_bshd);
-  note(is_aligned);
-  note(is_disjoint);
   note(q.stride(axes.head) == 0);
+  note(is_v_in_k(tensors[kK], tensors[kV]));
   for (bool is_wanted : options.is_wanted) note(is_wanted);
   for (i32 index = 0; index < gpu.num_classes[is_backward]; ++index) {
     key.classes[index] = length_class(gpu.classes[is_backward][index], shape, gpu.num_multiprocessors);
+  }
+  return true;
+}
+
+bool is_v_in_k(const View& k, const View& v) {
+  if (k.data != v.data || k.dtype != v.dtype || v.size(-1) > k.size(-1)) return false;
+  for (i32 axis : {-4, -3, -2}) {
+    if (k.size(axis) != v.size(axis) || (k.size(axis) > 1 && k.stride(axis) != v.stride(axis))) return false;
   }
   return true;
 }
@@ -371,7 +380,7 @@ bool prepare_append(const Options& options, Call& call, Key& key) {
   note_tensors(call, kNumAppendTensors, key);
   // The same plan serves one length for all sequences and a tensor of lengths
   if (has_one_length) key.tensors[kCacheSeqlens] = static_cast<u8>(static_cast<i32>(Dtype::kInt32) * 8 + 1);
-  key.flags = static_cast<u32>(options.is_bshd) | static_cast<u32>(is_aligned) << 1;
+  key.flags = static_cast<u32>(is_aligned) | static_cast<u32>(options.is_bshd) << 1;
   return true;
 }
 

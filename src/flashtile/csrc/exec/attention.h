@@ -119,13 +119,17 @@ struct Gpu {
 struct Key {
   Pass pass = Pass::kForward;
   u8 device = 0;
-  // Dtype and rank, 0 where there is none. Two more than needed: keys are compared as bytes, and may have no padding
+  // Dtype and rank, 0 where there is none: q, k and v may differ in dtype. Two more than needed: keys are compared as
+  // bytes, and may have no padding
   u8 tensors[kMaxTensors + 2] = {};
   u8 classes[kMaxLengthClasses] = {};
   char matmul_precision = 0;
   u8 out_dtype = 0;
   i32 head_dim = 0, head_dim_v = 0;
   u32 flags = 0;
+
+  // Of q, k, v and of the results that a kernel reads or writes by rows.
+  bool has_aligned_rows() const { return (flags & 1) != 0; }
 };
 static_assert(sizeof(Key) == 64, "Key: no padding");
 
@@ -134,6 +138,8 @@ inline bool operator==(const Key& a, const Key& b) { return std::memcmp(&a, &b, 
 // Checks a call of the two passes, fills its numbers and lays out the tensors it returns. False: Python has to handle
 // it.
 bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& call, Key& key);
+// As problem.py: is_v_in_k
+bool is_v_in_k(const View& k, const View& v);
 // No two rows of a head overlap in memory.
 bool rows_disjoint(const View& tensor, bool is_bshd);
 // Where the queries and keys of each sequence stand, by the index tensors of a forward call on the CPU that

@@ -39,8 +39,10 @@ struct Request {
   Options options;
   Call call;
   Key key;
-  bool is_on_host = false;       // the CPU engine's
-  std::vector<Span> spans = {};  // of such a call with index tensors
+  bool is_on_host = false;                // the CPU engine's
+  std::vector<Span> spans = {};           // of such a call with index tensors
+  std::shared_ptr<Plan> draft = nullptr;  // that Python has made for this call and not registered yet
+  bool is_planned = false;                // Python has registered a plan, and leaves the call to C++
 };
 
 constexpr i32 kMaxGpus = 64;

@@ -6,6 +6,7 @@
 // plan for the next call of the kind.
 #include "ops.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <limits>
 #include <stdexcept>
@@ -163,6 +164,8 @@ struct Results {
   Owned tensors[kMaxTensors];
 };
 
+constexpr i32 kMaxStack = argument::kCount + 5;  // arguments of an op: those of a backward pass
+
 // The plan of a call that was read, or null where Python has to handle it.
 std::shared_ptr<const Plan> find_plan(Request& request) {
   bool is_open = executor().is_open && request.call.tensors[0].device.type == executor().device_type;
@@ -261,6 +264,36 @@ void fall_back(const char* op, const char* overload, Request* request, StableIVa
   if (status != 0) throw std::runtime_error(std::string(op) + " could not be called");
 }
 
+// Runs a call, or hands it to Python: that registers a plan and leaves the call to C++, or does everything. `read`
+// fills a request, `copy` writes duplicates of the arguments. True: the results are here. False: they are on the stack,
+// and the owner of the arguments has no more to do.
+template <typename Held, typename Read, typename Copy>
+bool serve(const char* op, const char* overload, Held& owner, StableIValue* stack, uint64_t num_outputs,
+           Request& request, Results& results, Read read, Copy copy) {
+  bool is_read = is_usable() && read(request), is_waiting = is_read && !is_checking();
+  if (is_waiting && run(request, results)) return true;
+  if (is_waiting) {
+    // Read anew: `run` may have put copies into the place of tensors
+    request = Request{request.pass, {}, {}, {}}, results = Results();
+    is_waiting = read(request);
+  }
+  if (is_waiting) {
+    StableIValue arguments[kMaxStack];
+    copy(arguments);
+    fall_back(op, overload, &request, arguments, num_outputs);
+    if (!request.is_planned) {
+      owner.free();
+      std::copy(arguments, arguments + num_outputs, stack);
+      return false;
+    }
+    for (uint64_t index = 0; index < num_outputs; ++index) release<AtenTensorHandle>(arguments[index]);
+    if (run(request, results)) return true;
+  }
+  owner.pass_on();
+  fall_back(op, overload, nullptr, stack, num_outputs);
+  return false;
+}
+
 // Makes all of the tensors ones that a stack may have: a missing one becomes an undefined tensor.
 void complete(Owned* tensors, uint64_t count) {
   for (uint64_t index = 0; index < count; ++index) {
@@ -283,18 +316,23 @@ void make_empty(const View& like, Owned& tensor) {
 
 // (arguments) -> (out, lse). The dense overload returns no lse unless its mode has needs_grad.
 template <bool kIsDense>
-void forward(StableIValue* stack, uint64_t, uint64_t num_outputs) {
+void forward(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs) {
   Arguments<kIsDense ? Overload::kDense : Overload::kFull> args(stack);
   Owner owner([&] { args.release_all(); });
   Request request{Pass::kForward, {}, {}, {}};
-  bool is_read = is_usable() && read_attention(args, request);
-  if (kIsDense && !request.options.needs_grad) request.call.unwanted = kLse;
   Results results;
-  if (!is_read || is_checking() || !run(request, results)) {
-    owner.pass_on();
-    return fall_back("flashtile::forward_fallback", kIsDense ? "dense" : "", is_read ? &request : nullptr, stack,
-                     num_outputs);
-  }
+  auto read = [&](Request& request) {
+    bool is_read = read_attention(args, request);
+    if (kIsDense && !request.options.needs_grad) request.call.unwanted = kLse;
+    return is_read;
+  };
+  auto copy = [&](StableIValue* to) {
+    std::copy(stack, stack + num_inputs, to);
+    args.duplicate_all(stack, to);
+  };
+  if (!serve("flashtile::forward_fallback", kIsDense ? "dense" : "", owner, stack, num_outputs, request, results, read,
+             copy))
+    return;
   complete(&results.tensors[kOut], num_outputs);
   owner.free();
   hand_out(&results.tensors[kOut], num_outputs, stack);
@@ -499,7 +537,7 @@ bool read_backward(StableIValue* stack, const Arguments<kOverload>& args, Reques
 // (dout, dlse, arguments, out, lse, needs) -> (dq, dk, dv, dbias, dsinks). Dense: (dout, arguments, out, lse) -> (dq,
 // dk, dv).
 template <bool kIsDense>
-void backward(StableIValue* stack, uint64_t, uint64_t num_outputs) {
+void backward(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs) {
   constexpr BackwardStack kAt = kIsDense ? kDenseBackward : kBackward;
   Arguments<kIsDense ? Overload::kDense : Overload::kFull> args(stack + kAt.first);
   Owner owner([&] {
@@ -512,12 +550,19 @@ void backward(StableIValue* stack, uint64_t, uint64_t num_outputs) {
   });
   Request request{Pass::kBackward, {}, {}, {}};
   Results results;
-  bool is_read = is_usable() && read_backward(stack, args, request);
-  if (!is_read || is_checking() || !run(request, results)) {
-    owner.pass_on();
-    return fall_back("flashtile::backward_fallback", kIsDense ? "dense" : "", is_read ? &request : nullptr, stack,
-                     num_outputs);
-  }
+  auto read = [&](Request& request) { return read_backward(stack, args, request); };
+  auto copy = [&](StableIValue* to) {
+    std::copy(stack, stack + num_inputs, to);
+    for (i32 index : {0, kAt.out, kAt.lse}) to[index] = duplicate<AtenTensorHandle>(stack[index]);
+    if constexpr (!kIsDense) {
+      to[kAt.dlse] = duplicate<std::optional<AtenTensorHandle>>(stack[kAt.dlse]);
+      to[kAt.needs] = duplicate<StableListHandle>(stack[kAt.needs]);
+    }
+    args.duplicate_all(stack, to);
+  };
+  if (!serve("flashtile::backward_fallback", kIsDense ? "dense" : "", owner, stack, num_outputs, request, results, read,
+             copy))
+    return;
   for (i32 index = kDq; !kIsDense && index <= kDsinks; ++index) {
     if (results.tensors[index].get() == nullptr) make_empty(request.call.tensors[kQ], results.tensors[index]);
   }
@@ -529,7 +574,7 @@ void backward(StableIValue* stack, uint64_t, uint64_t num_outputs) {
 // The arguments of flashtile::append_kv (backends/kvcache.py: AppendArgs): tensors, the last of them optional,
 // rotary_interleaved, layout. A step has q and is_ordered behind them, and returns rotated_q and seqused_k.
 template <bool kIsStep>
-void append_kv(StableIValue* stack, uint64_t, uint64_t num_outputs) {
+void append_kv(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs) {
   constexpr i32 kInterleavedAt = kNumAppendInputs, kLayout = kInterleavedAt + 1, kQAt = kLayout + 1,
                 kOrderedAt = kQAt + 1;
   Owner owner([&] {
@@ -539,31 +584,41 @@ void append_kv(StableIValue* stack, uint64_t, uint64_t num_outputs) {
     if constexpr (kIsStep) release<AtenTensorHandle>(stack[kQAt]);
   });
   Request request{Pass::kAppend, {}, {}, {}};
-  const char* layout = borrow<const char*>(stack[kLayout]);
-  request.options.is_bshd = is_text(layout, "bshd");
-  request.options.is_interleaved = borrow<bool>(stack[kInterleavedAt]);
-  bool is_read = is_usable() && (request.options.is_bshd || is_text(layout, "bhsd"));
-  for (i32 index = 0; is_read && index < kNumAppendInputs; ++index) {
-    AtenTensorHandle tensor = index < kTable ? borrow<AtenTensorHandle>(stack[index])
-                                             : borrow<std::optional<AtenTensorHandle>>(stack[index]).value_or(nullptr);
-    is_read = tensor == nullptr ? index >= kTable : view_of(tensor, request.call.tensors[index]);
-  }
   Results results;
-  if constexpr (kIsStep) {
-    View q;
-    is_read = is_read && view_of(borrow<AtenTensorHandle>(stack[kQAt]), q) && q.dim == kMaxDim;
-    request.options.is_ordered = borrow<bool>(stack[kOrderedAt]);
-    if (is_read) lay_out_step(request.options, q, request.call);
-    for (i32 index : {kRotatedQ, kStepSeqused}) {
-      View& tensor = request.call.tensors[index];
-      is_read = is_read && (!tensor.is_given() || results.tensors[index].allocate(tensor));
+  auto read = [&](Request& request) {
+    View* tensors = request.call.tensors;
+    const char* layout = borrow<const char*>(stack[kLayout]);
+    request.options.is_bshd = is_text(layout, "bshd");
+    request.options.is_interleaved = borrow<bool>(stack[kInterleavedAt]);
+    if (!request.options.is_bshd && !is_text(layout, "bhsd")) return false;
+    for (i32 index = 0; index < kNumAppendInputs; ++index) {
+      AtenTensorHandle tensor = index < kTable
+                                    ? borrow<AtenTensorHandle>(stack[index])
+                                    : borrow<std::optional<AtenTensorHandle>>(stack[index]).value_or(nullptr);
+      if (tensor == nullptr ? index < kTable : !view_of(tensor, tensors[index])) return false;
     }
-  }
-  if (!is_read || is_checking() || !run(request, results)) {
-    owner.pass_on();
-    return fall_back("flashtile::append_kv_fallback", kIsStep ? "step" : "", is_read ? &request : nullptr, stack,
-                     num_outputs);
-  }
+    if constexpr (kIsStep) {
+      View q;
+      if (!view_of(borrow<AtenTensorHandle>(stack[kQAt]), q) || q.dim != kMaxDim) return false;
+      request.options.is_ordered = borrow<bool>(stack[kOrderedAt]);
+      lay_out_step(request.options, q, request.call);
+      for (i32 index : {kRotatedQ, kStepSeqused}) {
+        if (tensors[index].is_given() && !results.tensors[index].allocate(tensors[index])) return false;
+      }
+    }
+    return true;
+  };
+  auto copy = [&](StableIValue* to) {
+    std::copy(stack, stack + num_inputs, to);
+    for (i32 index = 0; index < kTable; ++index) to[index] = duplicate<AtenTensorHandle>(stack[index]);
+    for (i32 index = kTable; index < kNumAppendInputs; ++index)
+      to[index] = duplicate<std::optional<AtenTensorHandle>>(stack[index]);
+    to[kLayout] = duplicate<const char*>(stack[kLayout]);
+    if constexpr (kIsStep) to[kQAt] = duplicate<AtenTensorHandle>(stack[kQAt]);
+  };
+  if (!serve("flashtile::append_kv_fallback", kIsStep ? "step" : "", owner, stack, num_outputs, request, results, read,
+             copy))
+    return;
   complete(&results.tensors[kRotatedQ], num_outputs);
   owner.free();
   hand_out(&results.tensors[kRotatedQ], num_outputs, stack);

@@ -13,9 +13,8 @@ namespace flashtile {
 namespace {
 
 constexpr i64 kWorkspaceAlignment = 256;
-constexpr u64 kAnyStride = 16;  // bytes, along an axis of length 1
-// CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion
-constexpr int kMapFloat16 = 6, kMapFloat32 = 7, kMapBfloat16 = 9, kMapSwizzle128 = 3;
+constexpr u64 kAnyStride = 16;                        // bytes, along an axis of length 1
+constexpr int kMapSwizzle128 = 3;                     // CUtensorMapSwizzle
 constexpr u32 kBoxBytes = 128;                        // of a row
 constexpr LaunchAttribute kStartsEarly{6, 0, 1, {}};  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 constexpr i32 kMaxBlocks = 32;                        // of a persistent grid, for each multiprocessor
@@ -141,6 +140,18 @@ bool has_pairs(const View& tensor) {
   return tensor.stride(-1) == 1 && bytes % 4 == 0;
 }
 
+// As runtime/driver.py: _MAP_TYPES, of CUtensorMapDataType; -1 where there is no map. TMA moves float8 as bytes.
+int map_type(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kFloat16: return 6;
+    case Dtype::kFloat32: return 7;
+    case Dtype::kBfloat16: return 9;
+    case Dtype::kFloat8E4m3fn:
+    case Dtype::kFloat8E5m2: return 0;
+    default: return -1;
+  }
+}
+
 // TMA can read the tensor: its last axis is contiguous, and rows begin on 16-byte boundaries.
 bool is_mappable(const View& tensor) {
   i64 bytes = reinterpret_cast<i64>(tensor.data);
@@ -219,7 +230,7 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
       for (int& element : step.elements) element = in.index(4);
     }
     if (step.kind != StepKind::kKernel) continue;
-    step.kernel = reinterpret_cast<void*>(in.number());
+    step.kernel = nullptr;
     step.grid.resize(in.index(8));
     for (Factor& factor : step.grid) {
       factor.value = in.index(kMaxValues), factor.divisor = in.positive("divisor of a plan's grid");
@@ -236,6 +247,33 @@ Plan::Plan(const i64* numbers, i64 count, std::string image, const std::string& 
     start = end + 1;
   }
   if (!in.is_done()) throw std::out_of_range("a plan does not end where it should");
+}
+
+bool Plan::find_needed(const Call& call, std::vector<i32>& kernels, i64& kept_bytes) const {
+  i64 values[kMaxValues];
+  if (!takes(call) || !evaluate(call, values)) return false;
+  i32 place = 0;
+  for (const Step& step : steps_) {
+    if (step.kind != StepKind::kKernel) continue;
+    i64 blocks = num_blocks(step, values);
+    if (blocks < 0 || blocks > kMaxInt) return false;
+    if (blocks > 0) kernels.push_back(place);
+    ++place;
+  }
+  kept_bytes = 0;
+  for (const Workspace& workspace : workspaces_) {
+    if (workspace.is_kept && !num_bytes(workspace, values, kept_bytes)) return false;
+  }
+  return true;
+}
+
+void Plan::set_kernel(i32 place, void* kernel, std::string name) {
+  for (Step& step : steps_) {
+    if (step.kind != StepKind::kKernel || place-- != 0) continue;
+    step.kernel = kernel, step.name = std::move(name);
+    return;
+  }
+  throw std::out_of_range("a plan has no such kernel");
 }
 
 bool Plan::takes(const Call& call) const {
@@ -379,9 +417,11 @@ bool Plan::encode_maps(const Call& call, Filled& filled, const Driver& driver, F
     }
     u32 bits = map.box_rows | static_cast<u32>(tensor.size(map.axes[0]));
     if (map.is_paged) box[1] = bits & -bits;
-    int type = tensor.dtype == Dtype::kFloat16   ? kMapFloat16
-               : tensor.dtype == Dtype::kFloat32 ? kMapFloat32
-                                                 : kMapBfloat16;
+    int type = map_type(tensor.dtype);
+    if (type < 0) {
+      failure = {-1, "cuTensorMapEncodeTiled of a tensor whose dtype has no map"};
+      return false;
+    }
     failure.status = driver.in_context(call.device.index, [&] {
       return driver.cuTensorMapEncodeTiled(filled.image + map.offset, type, kMaxDim, tensor.data, sizes, strides, box,
                                            steps, 0, kMapSwizzle128, map.promotion, 0);
@@ -433,7 +473,7 @@ Outcome Plan::make_ready(Call& call, Owned* owned, const Driver& driver, Filled&
   if (!stage(call, filled) || !evaluate(call, filled.values)) return Outcome::kFallback;
   for (const Step& step : steps_) {
     i64 blocks = step.kind == StepKind::kKernel ? num_blocks(step, filled.values) : 0;
-    if (blocks < 0 || blocks > std::numeric_limits<i32>::max()) return Outcome::kFallback;
+    if (blocks < 0 || blocks > kMaxInt) return Outcome::kFallback;
     if (blocks > 0 && step.kernel == nullptr) return Outcome::kIncomplete;
   }
   if (!allocate(call, owned, driver, filled) || !fill(call, filled)) return Outcome::kFallback;

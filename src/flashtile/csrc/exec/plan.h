@@ -147,6 +147,11 @@ class Plan {
   // they do not fit.
   Plan(const i64* numbers, i64 count, std::string image, const std::string& names);
 
+  // Finds the kernels that a call launches, by their places among the plan's kernels, and the bytes of its kept
+  // workspace. False where Python has to handle the call.
+  bool find_needed(const Call& call, std::vector<i32>& kernels, i64& kept_bytes) const;
+  // A kernel by its place among the plan's kernels. Throws std::out_of_range where there is none.
+  void set_kernel(i32 place, void* kernel, std::string name);
   // Every tensor can be read and written in place, or staged.
   bool takes(const Call& call) const;
   // Fills in everything and launches nothing. `owned` are the tensors that the call writes. With kFallback, and with

@@ -50,26 +50,75 @@ PyObject* raise_in_kernel(PyObject*, PyObject* error) {
   Py_RETURN_TRUE;
 }
 
-// (pass, numbers of a plan, image, names): for the call that has fallen back to Python on this thread, and all others
-// of its key. False where no such call of that pass could be handled.
-PyObject* register_plan(PyObject*, PyObject* args) {
+// The call of this thread that has fallen back to Python and waits for a plan; null where there is none of that pass,
+// or C++ cannot handle it.
+Request* waiting_request(int pass) {
+  Request* request = fallen_back();
+  if (executor().is_python_only || request == nullptr || request->pass != static_cast<Pass>(pass)) return nullptr;
+  return executor().prepare(*request) == Executor::State::kReady ? request : nullptr;
+}
+
+// (pass): whether all rows of the call that waits for a plan are aligned. None where there is no such call.
+PyObject* waiting_call(PyObject*, PyObject* args) {
+  int pass = 0;
+  if (!PyArg_ParseTuple(args, "i", &pass)) return nullptr;
+  Request* request = waiting_request(pass);
+  if (request == nullptr) Py_RETURN_NONE;
+  return Py_NewRef(request->key.has_aligned_rows() ? Py_True : Py_False);
+}
+
+// (pass, numbers of a plan, image, names): a plan for the call that waits for one. (The places of the kernels that it
+// launches, the bytes of its kept workspace), or None where C++ cannot handle the call.
+PyObject* draft_plan(PyObject*, PyObject* args) {
   int pass = 0;
   const char *numbers = nullptr, *image = nullptr, *names = nullptr;
   Py_ssize_t num_bytes = 0, image_bytes = 0;
   if (!PyArg_ParseTuple(args, "iy#y#s", &pass, &numbers, &num_bytes, &image, &image_bytes, &names)) return nullptr;
-  Request* request = fallen_back();
-  if (request == nullptr || request->pass != static_cast<Pass>(pass)) Py_RETURN_FALSE;
-  if (executor().prepare(*request) != Executor::State::kReady) Py_RETURN_FALSE;
+  Request* request = waiting_request(pass);
+  if (request == nullptr) Py_RETURN_NONE;
   std::vector<i64> values(static_cast<size_t>(num_bytes) / sizeof(i64));
   std::memcpy(values.data(), numbers, values.size() * sizeof(i64));
   try {
-    auto plan = std::make_shared<const Plan>(values.data(), values.size(), std::string(image, image_bytes), names);
-    executor().plans.add(request->key, std::move(plan));
+    request->draft = std::make_shared<Plan>(values.data(), values.size(), std::string(image, image_bytes), names);
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_ValueError, error.what());
     return nullptr;
   }
-  Py_RETURN_TRUE;
+  std::vector<i32> kernels;
+  i64 kept_bytes = 0;
+  if (!request->draft->find_needed(request->call, kernels, kept_bytes)) Py_RETURN_NONE;
+  PyObject* places = PyTuple_New(static_cast<Py_ssize_t>(kernels.size()));
+  for (size_t index = 0; places != nullptr && index < kernels.size(); ++index)
+    PyTuple_SetItem(places, static_cast<Py_ssize_t>(index), PyLong_FromLong(kernels[index]));
+  return places == nullptr ? nullptr : Py_BuildValue("NL", places, static_cast<long long>(kept_bytes));
+}
+
+// (pass, a tuple of (place, address, name) of the kernels): registers the plan of `draft_plan` with these kernels. C++
+// makes the call when Python returns.
+PyObject* register_plan(PyObject*, PyObject* args) {
+  int pass = 0;
+  PyObject* kernels = nullptr;
+  if (!PyArg_ParseTuple(args, "iO!", &pass, &PyTuple_Type, &kernels)) return nullptr;
+  Request* request = waiting_request(pass);
+  if (request == nullptr || request->draft == nullptr) {
+    PyErr_SetString(PyExc_RuntimeError, "no call waits for a plan");
+    return nullptr;
+  }
+  for (Py_ssize_t index = 0; index < PyTuple_Size(kernels); ++index) {
+    int place = 0;
+    unsigned long long address = 0;
+    const char* name = nullptr;
+    if (!PyArg_ParseTuple(PyTuple_GetItem(kernels, index), "iKs", &place, &address, &name)) return nullptr;
+    try {
+      request->draft->set_kernel(place, reinterpret_cast<void*>(address), name);
+    } catch (const std::exception& error) {
+      PyErr_SetString(PyExc_ValueError, error.what());
+      return nullptr;
+    }
+  }
+  executor().plans.add(request->key, std::exchange(request->draft, nullptr));
+  request->is_planned = true;
+  Py_RETURN_NONE;
 }
 
 // (index of a device, stream, capture, address, bytes): as runtime/kept.py: KeptZeros.
@@ -198,6 +247,8 @@ PyMethodDef kMethods[] = {
     {"override_torch_flash", override_torch_flash_by_key, METH_VARARGS, nullptr},
     {"restore_torch_flash", restore_torch_flash, METH_O, nullptr},
     {"raise_in_kernel", raise_in_kernel, METH_O, nullptr},
+    {"waiting_call", waiting_call, METH_VARARGS, nullptr},
+    {"draft_plan", draft_plan, METH_VARARGS, nullptr},
     {"register_plan", register_plan, METH_VARARGS, nullptr},
     {"add_kept_zeros", add_kept_zeros, METH_VARARGS, nullptr},
     {"clear_plans", clear_plans, METH_NOARGS, nullptr},
@@ -217,6 +268,7 @@ constexpr const char* kSchema[] = {
 #define FT_ARGUMENT(index, type, schema) schema,
 #define FT_DENSE(index, words, ...) words,
 #define FT_CACHE(index, words) words,
+#define FT_LIMIT(name, words, value) words,
 #include "arguments.inc"
 };
 

@@ -5,7 +5,9 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <cstring>
 #include <optional>
+#include <stdexcept>
 #include <type_traits>
 #include <utility>
 
@@ -97,6 +99,38 @@ void release(StableIValue value) {
   }
 }
 
+// The same argument once more, with what it owns.
+template <typename T>
+StableIValue duplicate(StableIValue value) {
+  bool is_made = true;
+  if constexpr (Optional<T>::value) {
+    auto* inner = torch::stable::detail::to<StableIValue*>(value);
+    if (inner == nullptr) return value;
+    return torch::stable::detail::from(new StableIValue(duplicate<typename Optional<T>::Inner>(*inner)));
+  } else if constexpr (std::is_same_v<T, const char*>) {
+    const char* text = borrow<const char*>(value);
+    StringHandle made = nullptr;
+    is_made = torch_new_string_handle(text, std::strlen(text), &made) == 0;
+    value = torch::stable::detail::from(made);
+  } else if constexpr (std::is_same_v<T, AtenTensorHandle>) {
+    AtenTensorHandle made = nullptr;
+    is_made = aoti_torch_new_tensor_handle(torch::stable::detail::to<AtenTensorHandle>(value), &made) == 0;
+    value = torch::stable::detail::from(made);
+  } else if constexpr (std::is_same_v<T, StableListHandle>) {  // of numbers
+    auto list = torch::stable::detail::to<StableListHandle>(value);
+    StableListHandle made = nullptr;
+    size_t size = 0;
+    is_made = torch_list_size(list, &size) == 0 && torch_new_list_reserve_size(size, &made) == 0;
+    for (size_t index = 0; is_made && index < size; ++index) {
+      StableIValue element = 0;
+      is_made = torch_list_get_item(list, index, &element) == 0 && torch_list_push_back(made, element) == 0;
+    }
+    value = torch::stable::detail::from(made);
+  }
+  if (!is_made) throw std::runtime_error("flashtile: torch does not copy an argument");
+  return value;
+}
+
 // The arguments of a kernel while it runs, freed by a function at the end of its scope or before.
 template <typename Free>
 class Owner {
@@ -174,6 +208,14 @@ class Arguments {
     if (values_[index] == nullptr) return nullptr;
     if (index < kNumRequiredTensors) return borrow<AtenTensorHandle>(*values_[index]);
     return borrow<std::optional<AtenTensorHandle>>(*values_[index]).value_or(nullptr);
+  }
+
+  // Puts duplicates of the arguments where they stand in a copy of the stack.
+  void duplicate_all(const StableIValue* stack, StableIValue* copy) const {
+#define FT_ARGUMENT(index, type, schema)   \
+  if (values_[argument::index] != nullptr) \
+    copy[values_[argument::index] - stack] = duplicate<type>(*values_[argument::index]);
+#include "arguments.inc"
   }
 
   void release_all() const {

@@ -24,7 +24,9 @@ struct TorchDtypes {
                 aoti_torch_dtype_int64(),
                 aoti_torch_dtype_int32(),
                 aoti_torch_dtype_bool(),
-                aoti_torch_dtype_uint8()} {}
+                aoti_torch_dtype_uint8(),
+                aoti_torch_dtype_float8_e4m3fn(),
+                aoti_torch_dtype_float8_e5m2()} {}
 };
 
 const TorchDtypes kTorchDtypes;

@@ -11,11 +11,25 @@ namespace flashtile {
 
 constexpr i32 kMaxDim = 4;
 
-enum class Dtype : u8 { kNone, kFloat64, kFloat32, kFloat16, kBfloat16, kInt64, kInt32, kBool, kUint8, kCount };
+enum class Dtype : u8 {
+  kNone,
+  kFloat64,
+  kFloat32,
+  kFloat16,
+  kBfloat16,
+  kInt64,
+  kInt32,
+  kBool,
+  kUint8,
+  kFloat8E4m3fn,
+  kFloat8E5m2,
+  kCount
+};
 
 // In bytes.
 inline i64 size_of(Dtype dtype) {
-  constexpr i64 kSizes[] = {0, 8, 4, 2, 2, 8, 4, 1, 1};
+  constexpr i64 kSizes[] = {0, 8, 4, 2, 2, 8, 4, 1, 1, 1, 1};
+  static_assert(sizeof(kSizes) / sizeof(kSizes[0]) == static_cast<i32>(Dtype::kCount));
   return kSizes[static_cast<i32>(dtype)];
 }
 

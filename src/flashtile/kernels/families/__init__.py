@@ -16,8 +16,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 
@@ -131,44 +129,53 @@ def forced_names() -> tuple[str, ...]:
     return names
 
 
-class Choice(NamedTuple):
-    """Selection for one key: the refusal of each family of its op (None = takes the call), and the family that is
-    taken, or None."""
+def refusals(key: PlanKey) -> Mapping[str, str | None]:
+    """Returns for each family of the key's op why it does not take the call, or None."""
+    names = _named(key)
+    return {
+        family.name: family.refuse(key) or (f"{_SWITCH} names {', '.join(names)}" if family.name not in names else None)
+        for family in all_families(key.op)
+    }
 
-    refusals: Mapping[str, str | None]
-    family: Family | None
+
+def _named(key: PlanKey) -> list[str]:
+    """Returns the families of an op that may be taken: those that are forced, if any is."""
+    known, forced = [family.name for family in all_families(key.op)], forced_names()
+    return [name for name in known if name in forced] or known
 
 
-def choice(key: PlanKey) -> Choice:
-    return _choice(key, forced_names(), tuple(all_families(key.op)))
+def fastest(key: PlanKey) -> Family | None:
+    """The family that takes the call, or None."""
+    return _fastest(key, forced_names(), tuple(all_families(key.op)))
 
 
 @functools.lru_cache(maxsize=4096)
-def _choice(key: PlanKey, forced: tuple[str, ...], known: tuple[Family, ...]) -> Choice:
-    names = [family.name for family in known if family.name in forced]
-    reasons: dict[str, str | None] = {}
-    for family in known:
-        reason = family.refuse(key)
-        if reason is None and names and family.name not in names:
-            reason = f"{_SWITCH} names {', '.join(names)}"
-        reasons[family.name] = reason
-    found = [family for family in known if reasons[family.name] is None]
-    # The first registered of those whose time is not known
-    return Choice(MappingProxyType(reasons), min(found, key=lambda family: _cost(family, key), default=None))
+def _fastest(key: PlanKey, forced: tuple[str, ...], known: tuple[Family, ...]) -> Family | None:
+    """Asks from the fastest on, and slower ones only while none takes the call without a drawback."""
+    named = [family for family in known if family.name in forced] or known
+    asked = [family for family in named if key.dtype in family.dtypes]
+    asked.sort(key=lambda family: _large_us(family, key))  # of equals the first registered comes first
+    slower = None
+    for family in asked:
+        if family.refuse(key) is None:
+            if family.drawback(key) is None:
+                return family
+            slower = slower or family
+    return slower
 
 
 def select(key: PlanKey) -> Family:
     """The family that takes the call; an error where there is none."""
-    reasons, family = choice(key)
+    family = fastest(key)
     if family is None:
-        words = "; ".join(f"{name!r} refuses: {reason}" for name, reason in reasons.items())
+        words = "; ".join(f"{name!r} refuses: {reason}" for name, reason in refusals(key).items())
         raise Unsupported(f"no kernel family takes this call. {words}")
     return family
 
 
 def time_us(key: PlanKey) -> float | None:
     """The measured time of the family that takes the call; None where none does, or it is not known."""
-    family = choice(key).family
+    family = fastest(key)
     kind = kind_of(key)
     us = None if family is None else provider_us(family.timed_as(key), kind)
     # The time of a small call is that of its launch, beside which copies take none
@@ -180,21 +187,21 @@ def provider_us(provider: str, kind: speeds.Kind) -> float | None:
     return speeds.time_us(provider, kind, (family.name for family in all_families(kind.op) if family.is_by_mma_sync))
 
 
-def _cost(family: Family, key: PlanKey) -> tuple[bool, float]:
-    """Returns what orders families: whether one has a drawback, and its time of such a call if it were large."""
+def _large_us(family: Family, key: PlanKey) -> float:
+    """Returns the family's time of such a call if it were large."""
     us = provider_us(family.timed_as(key), kind_of(key)._replace(is_large=True))
-    return family.drawback(key) is not None, math.inf if us is None else us
+    return math.inf if us is None else us
 
 
 def clear_choices() -> None:
     """After a change of speeds."""
-    _choice.cache_clear()
+    _fastest.cache_clear()
 
 
 def with_copies(key: PlanKey) -> PlanKey:
     """The key of the call with aligned copies of its rows, if that is faster; else the key itself. No length of the
     keys may be in a tensor: of a cache all rows would be copied."""
-    if key.features.is_aligned16 or not key.length(COPIES[key.op]):
+    if key.features.is_aligned16 or key.mixed or not key.length(COPIES[key.op]):
         return key
     width = 4 if key.dtype == "float32" else 8  # elements of 16 bytes
     if key.out_dtype != key.dtype and key.head_dim_v % width:
@@ -206,8 +213,8 @@ def with_copies(key: PlanKey) -> PlanKey:
         features=dataclasses.replace(key.features, is_aligned16=True),
         copies_rows=True,
     )
-    family, other = choice(key).family, choice(aligned).family
-    if other is None or (family is not None and _cost(family, key)[1] <= _COPY_COST * _cost(other, aligned)[1]):
+    family, other = fastest(key), fastest(aligned)
+    if other is None or (family is not None and _large_us(family, key) <= _COPY_COST * _large_us(other, aligned)):
         return key
     return aligned
 
@@ -247,6 +254,9 @@ def _key_of(
         tuple((one, one.of(shape, num_multiprocessors)) for one in classes),
         problem.deterministic,
         matmul_precision,
+        dtype_name(problem.k_dtype) if problem.k_dtype != problem.dtype else None,
+        dtype_name(problem.v_dtype) if problem.v_dtype != problem.dtype else None,
+        problem.is_v_in_k,
     )
 
 
@@ -264,7 +274,12 @@ def absent(arch: str) -> frozenset[str]:
 
 def length_classes(op: str) -> tuple[LengthClass, ...]:
     """Every class that the choice looks at: of a family, or of all."""
-    of_families = (one for family in all_families(op) for one in family.length_classes)
+    return _length_classes(op, tuple(_families))
+
+
+@functools.lru_cache(maxsize=64)
+def _length_classes(op: str, known: tuple[Family, ...]) -> tuple[LengthClass, ...]:
+    of_families = (one for family in known if family.op == op for one in family.length_classes)
     return tuple(dict.fromkeys((speeds.SIZE, COPIES[op], *of_families)))
 
 

@@ -80,6 +80,8 @@ class Family(ABC):
             return reason
         if key.dtype not in self.dtypes:
             return f"{key.dtype} is not among its dtypes ({', '.join(self.dtypes)})"
+        if key.mixed:
+            return f"{' and '.join(key.mixed)} in another dtype than q"
         if self.padded(key.head_dim, key.head_dim_v) is None:
             return f"head_dim {key.head_dim}, {key.head_dim_v} is over its {', '.join(map(str, self.head_dims[-1]))}"
         for item in fields(Features):
