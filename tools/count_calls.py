@@ -1,5 +1,5 @@
-"""How much Python a call enters, without a GPU: the CUDA backend behind a driver that launches nothing, CPU tensors in
-its calls, nothing compiled.
+"""Counts how much Python a call enters, without a GPU: the CUDA backend behind a driver that launches nothing, CPU
+tensors in its calls, nothing compiled.
 
 python tools/count_calls.py [--list CALL]
 
@@ -33,7 +33,7 @@ EXPRESSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 
 
 class Trace(NamedTuple):
-    """What one call has entered."""
+    """Functions that one call has entered."""
 
     codes: Counter[str]  # as file:line name
     num_fallbacks: int

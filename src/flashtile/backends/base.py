@@ -98,7 +98,7 @@ class Backend(ABC):
         return False
 
     def plan_backward(self, args: AttentionArgs, problem: Problem, needs: GradNeeds, has_dlse: bool) -> bool:
-        """The same for a backward pass."""
+        """Does the same for a backward pass."""
         return False
 
     @abstractmethod

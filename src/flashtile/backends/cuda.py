@@ -148,14 +148,15 @@ def takes_append(k: Tensor) -> bool:
 
 
 def append(args: AppendArgs) -> None:
-    """As kvcache.append, bit for bit; rows that the cache has no room for are dropped."""
+    """Appends as kvcache.append does, bit for bit; rows that the cache has no room for are dropped."""
     launch = append_launch(args)
     if not _plan_append(launch):
         executor.execute(launch)
 
 
 def append_step(args: AppendArgs, q: Tensor, is_ordered: bool) -> tuple[Tensor | None, Tensor | None]:
-    """As kvcache.append_step, likewise, in one launch. Without results where C++ makes the call by a plan."""
+    """Appends as kvcache.append_step does, bit for bit, in one launch. Without results where C++ makes the call by a
+    plan."""
     rotated = None if args.rotary_cos is None else kvcache.empty_rotated(q, args.layout)
     seqused = torch.empty_like(args.cache_seqlens)
     launch = append_launch(args, q, is_ordered, rotated, seqused)
@@ -214,7 +215,8 @@ def append_launch(
     rotated_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
 ) -> Launch:
-    """With seqused_k, of a step: the queries are rotated into rotated_q where there are angles."""
+    """Returns the launch of an append; with seqused_k, of a step: the queries are rotated into rotated_q where there
+    are angles."""
     given = args._asdict() | {"seqused_k": seqused_k}
     if rotated_q is not None:
         given |= {"q": q, "rotated_q": rotated_q}
@@ -247,7 +249,7 @@ def _is_append_aligned(args: AppendArgs, tensors: dict[str, Tensor]) -> bool:
 
 
 def _gpu(problem: Problem) -> tuple[Arch | None, int]:
-    """What a problem is to run on, and its multiprocessors: the device, or a GPU that need not be here."""
+    """Returns what a problem is to run on, and its multiprocessors: the device, or a GPU that need not be here."""
     if not problem.arch:
         return _arch(problem.device_index), _num_multiprocessors(problem.device_index)
     arch, gpu = arch_named(problem.arch), gpu_named(problem.gpu)
@@ -269,7 +271,7 @@ def _num_multiprocessors(device_index: int) -> int:
 
 @functools.cache
 def _missing(device_index: int) -> str | None:
-    """Why nothing can be compiled for that GPU or launched on it, or None."""
+    """Returns why nothing can be compiled for that GPU or launched on it, or None."""
     arch = _arch(device_index)
     if arch is None:
         major, minor = capability(device_index)
@@ -305,7 +307,7 @@ def problem_key(problem: Problem, op: str) -> PlanKey:
 
 
 def _op_key(problem: Problem, op: str) -> PlanKey:
-    """The same without copies."""
+    """Returns the key of an op for tensors as they are, without copies of rows."""
     if op == "forward":
         return _key_of(problem, None)
     is_wanted = {"dbias": problem.needs_bias_grad, "dsinks": problem.has_sinks}
@@ -339,6 +341,6 @@ def _other_lengths(key: PlanKey) -> list[PlanKey]:
 
 
 def _splits(args: AttentionArgs) -> executor.Splits:
-    """What the caller says; else none where a result may not depend on the batch."""
+    """Returns num_splits if given; 1 in deterministic calls; 0 lets the plan choose."""
     asked = args.num_splits or int(is_deterministic(args))
     return executor.Splits(asked, _num_multiprocessors(args.q.device.index or 0))

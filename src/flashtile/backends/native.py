@@ -64,7 +64,7 @@ def override_torch_flash(key: str) -> Callable[[], None] | None:
 
 
 class _Raised(threading.local):
-    """What a kernel of this thread has raised inside of C++, and the frame that had called it."""
+    """Error that a kernel of this thread has raised inside of C++, and the frame that had called it."""
 
     error: BaseException | None = None
     frame: FrameType | None = None
@@ -110,8 +110,8 @@ def _keep(error: BaseException) -> bytes:
 
 
 def take_raised(error: BaseException) -> BaseException | None:
-    """What a kernel has raised, where that made torch raise this error in the frame that had called the kernel. torch
-    keeps the text alone."""
+    """Returns what a kernel has raised, where that made torch raise this error in the frame that had called the kernel.
+    torch keeps the text alone."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -130,7 +130,7 @@ def named_executor() -> str:
 
 
 def _unavailable() -> str | None:
-    """Why Python executes every plan, or None."""
+    """Returns why Python executes every plan, or None."""
     if named_executor() == "python":
         return f"{_SWITCH}=python"
     if extension.missing() is None and _module() is None:
@@ -140,13 +140,13 @@ def _unavailable() -> str | None:
 
 @functools.cache
 def missing() -> str | None:
-    """Why calls are launched by Python, or None. Starts the C++ executor; FLASHTILE_EXECUTOR is read once."""
+    """Returns why calls are launched by Python, or None. Starts the C++ executor; FLASHTILE_EXECUTOR is read once."""
     return _unavailable() or extension.open_executor("cuda")
 
 
 @functools.cache
 def missing_on_host() -> str | None:
-    """The same for calls of the CPU engine."""
+    """Returns why calls of the CPU engine are made by Python, or None."""
     return _unavailable() or extension.open_executor("host")
 
 
@@ -175,7 +175,7 @@ def waiting(kind: int, device_index: int, num_multiprocessors: int) -> Waiting |
 
 
 def waiting_on_host(kind: int) -> Waiting | None:
-    """The same for a pass of the CPU engine."""
+    """Registers the plan of a pass of the CPU engine."""
     return None if is_checking() or missing_on_host() is not None else _waiting_call(kind)
 
 

@@ -25,7 +25,7 @@ class LengthClass(ABC):
 
     @property
     def values(self) -> tuple[int, ...]:
-        """Those that lead to different kernels, the value of a long call first."""
+        """Returns the values that lead to different kernels, that of a long call first."""
         return self.constants
 
     @abstractmethod
@@ -56,8 +56,8 @@ PACKED_ROWS = 64  # of a tile that holds several heads (attn/head_packing.cuh)
 
 
 def packed_heads(shape: Shape, tile_rows: int) -> tuple[int, int]:
-    """How many heads share a tile of `tile_rows` rows, and the tiles of those that share a KV head: as few as hold
-    them. As attn/head_packing.cuh."""
+    """Returns how many heads share a tile of `tile_rows` rows, and the tiles of those that share a KV head: as few as
+    hold them. As attn/head_packing.cuh."""
     num_heads = shape.heads // shape.heads_kv
     num_tiles = -(-num_heads // tile_rows)
     return -(-num_heads // num_tiles), num_tiles
@@ -65,7 +65,7 @@ def packed_heads(shape: Shape, tile_rows: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class PackedHeads(LengthClass):
-    """How many heads share a tile of `tile_rows` rows (`packed_heads`) if that makes fewer tiles than blocks of
+    """Number of heads that share a tile of `tile_rows` rows (`packed_heads`) if that makes fewer tiles than blocks of
     `block_rows` queries would, else 1."""
 
     tile_rows: int
@@ -83,8 +83,8 @@ class PackedHeads(LengthClass):
 
 @dataclass(frozen=True)
 class FewQueries(LengthClass):
-    """How many heads share a tile of `tile_rows` rows (`packed_heads`) where the queries of a sequence make at most
-    `max_tiles` tiles for the same heads; else 0."""
+    """Number of heads that share a tile of `tile_rows` rows (`packed_heads`) where the queries of a sequence make at
+    most `max_tiles` tiles for the same heads; else 0."""
 
     tile_rows: int
     max_tiles: int
@@ -173,8 +173,8 @@ class LongLengths(LengthClass):
 
 @dataclass(frozen=True)
 class LongShares(LengthClass):
-    """How many of these lengths, in rising order, the rows of a sequence reach on average: of q and of k, whichever are
-    fewer."""
+    """Number of these lengths, in rising order, that the rows of a sequence reach on average: of q and of k, whichever
+    are fewer."""
 
     first: int
     second: int
@@ -189,7 +189,7 @@ class LongShares(LengthClass):
 
 @dataclass(frozen=True)
 class KeySteps(LengthClass):
-    """How many steps of 16 keys a call has where it has at most `single` keys, at least 1; 254 where it has at most
+    """Number of steps of 16 keys of a call where it has at most `single` keys, at least 1; 254 where it has at most
     `some`; 255 where it has at most `most`; else 0."""
 
     single: int

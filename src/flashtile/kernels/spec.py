@@ -99,7 +99,7 @@ class PlanKey:
 
     @property
     def mixed(self) -> tuple[str, ...]:
-        """Those of k and v whose dtype is not q's."""
+        """Returns those of k and v whose dtype is not q's."""
         dtypes = {"k": self.k_dtype, "v": self.v_dtype}
         return tuple(name for name, dtype in dtypes.items() if dtype not in (None, self.dtype))
 
