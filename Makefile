@@ -9,7 +9,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
 EXTENSION_SOURCES := setup.py $(wildcard src/flashtile/csrc/* src/flashtile/csrc/cpu/* src/flashtile/csrc/exec/*) src/flashtile/include/flashtile/attn/params.cuh
 
-.PHONY: test test-gpu test-install test-integrations test-versions test-thunder test-vllm check sanitize sanitize-cpu lint format bench compile-all docs docs-check wheels lint-workflows clean
+.PHONY: test test-gpu test-install test-integrations test-versions test-thunder test-vllm check sanitize sanitize-cpu lint format bench compile-all docs docs-check wheels site lint-workflows clean
 
 # One worker more than cores: some tests wait for processes of their own
 test: .venv/extension
@@ -101,6 +101,14 @@ docs: .venv/ready
 docs-check: .venv/ready
 	$(BIN)/python tools/make_docs.py --check
 
+# The site in build/site/, from README.md and docs/ as they are, results/ and the code; a link that leads nowhere fails (tools/website/)
+site: .venv/ready .venv-site/ready
+	rm -rf build/site-parts && mkdir -p build/site-parts
+	$(BIN)/flashtile report --results results --out build/site-parts/dashboard.html
+	$(BIN)/python tools/website/commands.py build/site-parts/commands.md
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --strict --quiet
+	@echo "Open build/site/index.html, or for the search: $(PYTHON) -m http.server --directory build/site"
+
 # Everything that a release consists of, checked, in dist/. Wheels for a machine of another kind are cross-built. WHEELS takes more options, as in
 # `make wheels WHEELS="--machine x86_64"`
 wheels: .venv-wheels/ready
@@ -115,7 +123,7 @@ lint-workflows: .venv-wheels/ready
 	$(CHECK_SCHEMA) vendor.citation-file-format CITATION.cff
 
 clean:
-	rm -rf .venv .venv-integrations .venv-thunder .venv-vllm .venv-versions .venv-wheels build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-site .venv-integrations .venv-thunder .venv-vllm .venv-versions .venv-wheels build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 .venv/ready: pyproject.toml requirements-dev.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "flashtile needs Python 3.10 or newer, this is " + sys.version)'
@@ -158,4 +166,9 @@ clean:
 	$(PYTHON) -m venv .venv-wheels
 	.venv-wheels/bin/python -m pip install --quiet -r requirements-release.txt
 	.venv-wheels/bin/python -m pip install --quiet --no-deps $(TORCH)
+	touch $@
+
+.venv-site/ready: requirements-site.txt
+	$(PYTHON) -m venv .venv-site
+	.venv-site/bin/python -m pip install --quiet -r requirements-site.txt
 	touch $@
