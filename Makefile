@@ -101,12 +101,13 @@ docs: .venv/ready
 docs-check: .venv/ready
 	$(BIN)/python tools/make_docs.py --check
 
-# The site in build/site/, from README.md and docs/ as they are, results/ and the code; a link that leads nowhere fails (tools/website/)
+# The site in build/site/, from README.md and docs/ as they are, results/ and the code; a link that leads nowhere fails (tools/website/). With
+# --quiet MkDocs would hide such warnings and succeed.
 site: .venv/ready .venv-site/ready
 	rm -rf build/site-parts && mkdir -p build/site-parts
 	$(BIN)/flashtile report --results results --out build/site-parts/dashboard.html
 	$(BIN)/python tools/website/commands.py build/site-parts/commands.md
-	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --strict
 	@echo "Open build/site/index.html, or for the search: $(PYTHON) -m http.server --directory build/site"
 
 # Everything that a release consists of, checked, in dist/. Wheels for a machine of another kind are cross-built. WHEELS takes more options, as in

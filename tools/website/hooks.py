@@ -33,7 +33,7 @@ search:
 
 Everything that was measured, by device. [On a page of its own](../dashboard-page.html).
 
-<iframe class="dashboard" src="../dashboard-page.html" title="Everything that was measured"></iframe>
+<iframe class="dashboard" src="dashboard-page.html" title="Everything that was measured"></iframe>
 """
 _texts: dict[str, str] = {}
 
