@@ -54,7 +54,7 @@ COMPARISONS = (
     ),
     Comparison("backward", BACKWARD_PAGE, "cuDNN", BACKWARD, CUDNN, direction="bwd"),
     Comparison("backward", BACKWARD_PAGE, "SDPA's flash kernel", BACKWARD, FLASH, direction="bwd"),
-    Comparison("both passes", BACKWARD_PAGE, "cuDNN", "sdpa_paper_bf16_fwdbwd", CUDNN, direction="fwd+bwd"),
+    Comparison("forward + backward", BACKWARD_PAGE, "cuDNN", "sdpa_paper_bf16_fwdbwd", CUDNN, direction="fwd+bwd"),
     Comparison("forward, mask or bias", OPTIONS_PAGE, "cuDNN", OPTIONS, CUDNN, "flashtile", options=STORED),
     Comparison("backward, mask or bias", OPTIONS_PAGE, "cuDNN", OPTIONS, CUDNN, "flashtile", "bwd", STORED),
     Comparison(
