@@ -101,7 +101,8 @@ _install_lock = threading.Lock()
 
 def install() -> Report:
     """Serves torch's attention operators by flashtile in the whole process, until `uninstall()`. A second call changes
-    nothing. Returns the report, which goes on counting."""
+    nothing. Returns the report, which goes on counting. No other thread may call attention meanwhile: torch's table of
+    kernels may not change while it is read."""
     with _install_lock:
         if not _libraries:
             _report.not_overridden.clear()
@@ -113,7 +114,7 @@ def install() -> Report:
 
 def uninstall() -> None:
     """Gives torch its own kernels back. Backward passes with dropout must be done before, since the random numbers of
-    the two libraries differ."""
+    the two libraries differ. No other thread may call attention meanwhile."""
     with _install_lock:
         if _libraries:
             remove(_libraries)
