@@ -292,6 +292,24 @@ def test_what_is_left_to_python(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
             torch.testing.assert_close(flashtile.attention(q, q, q), flashtile.attention(q, q, q, backend="reference"))
 
 
+def test_no_plan_is_made_for_a_call_that_needs_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To make one takes longer than the call."""
+    q = torch.randn(1, 2, 9, 16, dtype=torch.bfloat16, requires_grad=True)
+
+    def refuse(*args: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(native, "serialize", refuse)
+    for sinks in (torch.randn(2, dtype=torch.bfloat16), torch.randn(2, 2)[:, 0]):
+        out = flashtile.attention(q, q, q, sinks=sinks)
+        grads = torch.autograd.grad(out.sum(), q)
+        expected = flashtile.attention(q, q, q, sinks=sinks, backend="reference")
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(grads, torch.autograd.grad(expected.sum(), q))
+    with pytest.raises(AssertionError):
+        flashtile.attention(q, q, q)
+
+
 @pytest.mark.parametrize("is_handled", [False, True])
 def test_tracing_before_the_dispatcher_records_the_op(is_handled: bool) -> None:
     q, other = torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 16)

@@ -345,6 +345,18 @@ def test_a_compiled_graph(report: torch_ops.Report) -> None:
     assert not report.served
 
 
+def test_a_graph_that_is_traced_after_uninstall_has_gradients() -> None:
+    """torch's tracers keep which kernels an operator has."""
+    q, k, v = sdpa_inputs()
+    inputs = [q, k, v, *leaves((9, 11))]  # torch sends a mask that requires grad to MATH
+    expected = by_math(inputs)
+    for change in (flashtile.install, flashtile.uninstall, flashtile.install):
+        change()
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda *inputs: F.scaled_dot_product_attention(*inputs), backend="aot_eager")
+        assert_same(gradients(compiled(*inputs), inputs), expected)
+
+
 def test_autocast(report: torch_ops.Report) -> None:
     inputs = sdpa_inputs()
     with torch.autocast("cpu", torch.bfloat16):

@@ -171,6 +171,8 @@ def _plan_append(launch: Launch) -> bool:
     index, num_multiprocessors = launch.device_index, launch.splits.num_multiprocessors
     if native.waiting(native.APPEND, index, num_multiprocessors) is None:
         return False
+    if not executor.is_in_place(launch.plan, launch.tensors):
+        return False
     return native.register_plan(native.APPEND, launch.plan, num_multiprocessors, launch.arch, index)
 
 
@@ -188,7 +190,10 @@ def _plan(
     key = _key_of(problem, grads)
     if key.features.is_aligned16 and not waiting.is_aligned16:
         key = _unaligned(key)
-    plan = assemble.plan(_with_copies(key, problem), layout_of(args, (*tensors_of(args), *others)))
+    given = tensors_of(args)
+    plan = assemble.plan(_with_copies(key, problem), layout_of(args, (*given, *others)))
+    if not executor.is_in_place(plan, given):
+        return False
     return native.register_plan(kind, plan, num_multiprocessors, arch.name, problem.device_index)
 
 

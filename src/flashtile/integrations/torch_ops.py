@@ -101,7 +101,8 @@ _install_lock = threading.Lock()
 
 def install() -> Report:
     """Serves torch's attention operators by flashtile in the whole process, until `uninstall()`. A second call changes
-    nothing. Returns the report, which goes on counting."""
+    nothing. Returns the report, which goes on counting. No other thread may call attention meanwhile: torch's table of
+    kernels may not change while it is read."""
     with _install_lock:
         if not _libraries:
             _report.not_overridden.clear()
@@ -113,7 +114,7 @@ def install() -> Report:
 
 def uninstall() -> None:
     """Gives torch its own kernels back. Backward passes with dropout must be done before, since the random numbers of
-    the two libraries differ."""
+    the two libraries differ. No other thread may call attention meanwhile."""
     with _install_lock:
         if _libraries:
             remove(_libraries)
@@ -138,19 +139,34 @@ def override(report: Report, devices: tuple[str, ...], cuda_key: str = "CUDA") -
             namespace, _, base = name.partition("::")
             kernel = _kernel(name, serve, _original(name, key), report)
             libraries[namespace].impl(base, kernel, key, with_keyset=True, allow_override=True)
+    _forget_dispatch()
     return list(libraries.values())
 
 
 def remove(libraries: list[Library]) -> None:
     while libraries:
         libraries.pop()._destroy()
+    _forget_dispatch()
+
+
+def _forget_dispatch() -> None:
+    """Clears what torch's tracers keep of the kernels of each operator. From a kernel that is gone they would go to
+    none, without a gradient."""
+    for name in (*CPU_KERNELS, *CUDA_KERNELS, *VARLEN_KERNELS, MATH):
+        if packet := _packet(name):
+            packet.default._dispatch_cache.clear()
+
+
+def _packet(name: str) -> Any:
+    """Returns the operator, or None where torch does not have it."""
+    namespace, _, base = name.partition("::")
+    return getattr(getattr(torch.ops, namespace), base, None)
 
 
 def _mismatch(name: str, serve: Function) -> str:
     """Returns why the operator cannot be served by this function, or "". A version of torch may have fewer arguments,
     or new ones at the end: a call that gives those is refused by Python."""
-    namespace, _, base = name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), base, None)
+    packet = _packet(name)
     if packet is None:
         return f"torch {torch.__version__} does not have it"
     theirs = [argument.name for argument in packet.default._schema.arguments]
