@@ -16,8 +16,8 @@ from flashtile.lab.bench.tables import Table, number
 from flashtile.lab.ladder import tables as ladder_tables
 from flashtile.lab.ladder.rows import RungRow
 from flashtile.lab.ladder.rungs import DTYPES, Rung, rungs
+from flashtile.lab.profile import ncu, timeline
 from flashtile.lab.profile import tables as profile_tables
-from flashtile.lab.profile import timeline
 from flashtile.lab.report import charts
 from flashtile.lab.report.collect import DeviceResults, ResultCsv
 from flashtile.lab.tiles import tables as tile_tables
@@ -194,7 +194,7 @@ def _memory(device: DeviceResults) -> str:
 
 
 def _tiles(device: DeviceResults) -> str:
-    note = "<p>A diamond is the tile that a plain call takes. A cross spills registers.</p>"
+    note = "<p>A diamond is the tile that the kernel takes by default. A cross spills registers.</p>"
     found = "".join(
         _chart(charts.tiles_chart(one.rows), "Head dim")
         + _details(f"All tiles, {one.rows[0].dtype}", _table(tile_tables.study_table(one.rows)))
@@ -369,5 +369,5 @@ def _bars(kernel: RungRow | None, before: RungRow | None) -> str:
         lines.append((name, bar, f"{own:.3g} %", "" if last is None else f"{last:.3g} %"))
     title = f"d={kernel.head_dim}: {number(kernel.median_ms)} ms" if kernel.median_ms else ""
     if title and kernel.top_stall:  # counted
-        title += f"; waits most for {kernel.top_stall}"
+        title += f"; waits most for {ncu.stall_words(kernel.top_stall)}"
     return table(("", "", "here", "step before"), lines, title)
