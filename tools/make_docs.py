@@ -9,7 +9,8 @@ Everything between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` is filled in
 - rung/<name>: the notes at the head of that kernel of the ladder;
 - <folder>/check*.json, mutations.json or sanitize*.json: the record of a check;
 - <folder>/distributed_<what>.json: the table in it;
-- families: the kernel families, from the code;
+- families: the kernel families, from the code, and where each has run, from the records under results/;
+- speeds: our speed beside that of the peers, with worst points (speed_table.py);
 - environment: the variables of the environment, from the code.
 The table between `<!-- support -->` and `<!-- /support -->` is compared with the code (support_table.py).
 A figure whose CSV has changed is drawn again.
@@ -31,15 +32,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import csv_tables
+import speed_table
 import support_table
 import trace_ranks
 
 from flashtile.backends import environment
 from flashtile.cli import distributed as distributed_command
 from flashtile.errors import value_error
-from flashtile.kernels import families
-from flashtile.kernels.arch import ARCHS
-from flashtile.kernels.families.base import REFUSED_FEATURES
 from flashtile.lab.bench import plots, tables
 from flashtile.lab.bench.rows import Environment, OverheadRow, Row, read
 from flashtile.lab.ladder import figures as ladder_figures
@@ -79,7 +78,9 @@ def part(name: str, page: Path, results: Path, before: str = "") -> str:
         rung = read_rung(FOLDER / f"{name.removeprefix('rung/')}.cu", None)
         return "\n\n".join(f"**{word}.** {rung.note(word)}" for word in ("Changed", "Why", "Predicted", "Measured"))
     if name == "families":
-        return families_table()
+        return support_table.families_table()
+    if name == "speeds":
+        return speed_table.table(results, page)
     if name == "environment":
         return environment_tables()
     if name.endswith(".json"):
@@ -209,20 +210,6 @@ def draw(source: Path) -> list[Path]:
 def draw_distributed(source: Path) -> list[Path]:
     """A trace is JSON, a simulation CSV."""
     return [trace_ranks.draw(source) if source.suffix == ".json" else distributed_command.redraw(source)]
-
-
-def families_table() -> str:
-    """A line for each kernel family: where it runs, and what it takes."""
-    lines = ["| kernel | pass | GPUs | dtypes | head_dim | options | what it is |", "|---|---|---|---|---|---|---|"]
-    for family in families.all_families():
-        archs = [f"sm_{arch.number}" for arch in ARCHS.values() if family.runs_on(arch)]
-        gpus = archs[0] if len(archs) == 1 else f"{archs[0]} to {archs[-1]}"
-        dims, dims_v = (max(pair[index] for pair in family.head_dims) for index in (0, 1))
-        limit = f"1 to {dims}" if dims == dims_v else f"1 to {dims}, {dims_v}"
-        support = family.support().replace(REFUSED_FEATURES["is_aligned16"], "unaligned rows").replace("; ", ", ")
-        cells = (f"`{family.name}`", family.op, gpus, ", ".join(family.dtypes), limit, support, family.summary)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 def environment_tables() -> str:

@@ -1,20 +1,31 @@
-"""The table of backends in README.md against the code: which backends there are, where they run, and what they take.
+"""The tables of backends and of kernels in docs/support.md: what each takes, where it has run, what it is compiled for.
 
-make_docs.py calls `complaints`. What the backends refuse is asked with a GPU that need not be here, so the answers do
-not depend on the machine: a backend that is not installed gives one reason for every call, which then says nothing.
+make_docs.py calls `complaints`, which compares the table of backends with the code and with the kept records of
+`flashtile check`, and `families_table`, which writes the table of kernels. What the backends refuse is asked with a GPU
+that need not be here, so the answers do not depend on the machine: a backend that is not installed gives one reason for
+every call, which then says nothing.
 """
 
 from __future__ import annotations
 
+import csv
+import functools
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from flashtile.backends import registry
 from flashtile.backends.base import Backend
+from flashtile.kernels import families, speeds
+from flashtile.kernels.arch import ARCHS, MEASURED_ARCH
+from flashtile.kernels.families.base import REFUSED_FEATURES
 from flashtile.problem import Problem
 from flashtile.testing import Case
 
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+GPU = "nvidia-h200"  # the folder of the one GPU that kernels have run on
 MARKED = re.compile(r"<!-- support -->\n(?P<table>.*?)<!-- /support -->", re.DOTALL)
 HEAD_DIM = re.compile(r"head_dim to (\d+)")
 SMALL = Case(seqlen_q=4, seqlen_k=4, head_dim=8, head_dim_v=8, page_size=2)
@@ -32,6 +43,7 @@ OPTIONS = {
     "key lengths": {"kind": "used"},
     "paged keys": {"kind": "paged"},
 }
+FAMILIES_HEADER = "| kernel | pass | run on | compiled for | dtypes | head_dim | options | what it is |"
 NO_BACKWARD = "it has no backward pass"
 
 
@@ -54,6 +66,10 @@ def _complaints(table: str) -> Iterator[str]:
             is_no, is_on = cells[column] == "no", device in backend.devices
             if is_on == is_no and not (device == "cpu" and "interpreter" in cells[column]):
                 yield f"{backend.name}, {column}: {cells[column]!r}, but its devices are {', '.join(backend.devices)}"
+        if cells["run on"] != (has_run := ", ".join(devices_run_on(backend.name)) or "no kept record"):
+            yield f"{backend.name}, run on: {cells['run on']!r}, but the records say {has_run!r}"
+        if backend.name == "cuda" and cells["compiled for"] != (archs := _range(list(ARCHS))):
+            yield f"{backend.name}, compiled for: {cells['compiled for']!r}, but it is {archs!r}"
         forward, backward = (options_taken(backend, op) for op in ("forward", "backward"))
         if not cells["forward"].startswith(forward):
             yield f"{backend.name}, forward: {cells['forward']!r}, but it takes {forward!r}"
@@ -104,3 +120,51 @@ def _refusal(backend: Backend, case: Case, op: str) -> str | None:
 def _is_automatic(backend: Backend) -> bool:
     """Outside of an interpreter, which a backend is put into for tests."""
     return backend.is_automatic or getattr(backend, "is_interpreted", False)
+
+
+@functools.cache
+def devices_run_on(backend: str) -> list[str]:
+    """Returns the devices on which a kept record of `flashtile check` has problems of a backend, all right."""
+    devices = set()
+    for path in RESULTS.glob("*/check*.json"):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["ran"].get(backend, 0) > 0 and record["failed"][backend] == 0:
+            devices.add(re.split(r" @|,", record["environment"]["device"])[0])
+    return sorted(devices)
+
+
+@functools.cache
+def families_run() -> dict[str, str]:
+    """Returns the GPU of each kernel family that has run: one with a time in speeds.csv, or watched by a sanitizer."""
+    with speeds.TABLE.open(encoding="utf-8", newline="") as file:
+        rows = csv.DictReader(line for line in file if not line.startswith("#"))
+        names = {row["provider"] for row in rows if row["arch"] == MEASURED_ARCH}
+    device = ""
+    for path in (RESULTS / GPU).glob("sanitize*.json"):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        names.update(record.get("calls", ()))
+        device = record["environment"]["device"]
+    return dict.fromkeys(names, device)
+
+
+def families_table() -> str:
+    """Returns a line for each kernel family: where it has run, what it is compiled for, what it takes."""
+    lines = [FAMILIES_HEADER, f"|{'---|' * FAMILIES_HEADER.count(' | ')}---|"]
+    for family in families.all_families():
+        dims, dims_v = (max(pair[index] for pair in family.head_dims) for index in (0, 1))
+        cells = (
+            f"`{family.name}`",
+            family.op,
+            families_run().get(family.name, "no kept record"),
+            _range([arch.number for arch in ARCHS.values() if family.runs_on(arch)]),
+            ", ".join(family.dtypes),
+            f"1 to {dims}" if dims == dims_v else f"1 to {dims}, {dims_v}",
+            family.support().replace(REFUSED_FEATURES["is_aligned16"], "unaligned rows").replace("; ", ", "),
+            family.summary,
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _range(archs: Sequence[int]) -> str:
+    return f"sm_{archs[0]}" if len(archs) == 1 else f"sm_{archs[0]} to sm_{archs[-1]}"

@@ -1,4 +1,4 @@
-"""Every block of docs/integrations.md runs as it is written."""
+"""Every block of docs/integrations.md runs as it is written, and so does that of README.md with transformers."""
 
 from __future__ import annotations
 
@@ -22,6 +22,18 @@ BLOCKS = {
     for match in re.finditer(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 }
 
+README = (ROOT / "README.md").read_text()
+WITH_TRANSFORMERS = [
+    block
+    for block in re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    if "import AutoModelForCausalLM" in block
+]
+
+
+def run(block: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.run([sys.executable, "-c", block], cwd=folder, env=environment, capture_output=True, text=True)
+
 
 @pytest.mark.parametrize("title", BLOCKS)
 def test_block(title: str, tmp_path: Path) -> None:
@@ -34,10 +46,14 @@ def test_block(title: str, tmp_path: Path) -> None:
     restore = "restore_flash_attention_impl"
     if restore in BLOCKS[title] and not hasattr(torch.nn.attention, restore):
         pytest.skip(f"this torch has no {restore}")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, "-c", BLOCKS[title]], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    done = run(BLOCKS[title], tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_block_of_the_readme_with_transformers(tmp_path: Path) -> None:
+    (block,) = WITH_TRANSFORMERS
+    is_named = "assert model.config._attn_implementation == 'ftile'"
+    done = run(f"{block}\nimport torch\n{is_named}\nmodel(torch.tensor([[5, 6, 7]]))", tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -2,7 +2,7 @@
 
 A family says why it refuses a call, which features it takes, and what its plan launches; its tiles are lines of
 tiles.csv. Everything else loops over the families: selection, plans, `compile`, `explain`, `check`, `bench --tiles`,
-the sanitizers, prewarm and the support table of README. docs/map.md, "Adding a kernel", has the list of files.
+the sanitizers, prewarm and the table of docs/support.md. docs/map.md, "Adding a kernel", has the list of files.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class Family(ABC):
         return ""
 
     def support(self) -> str:
-        """One line of README's support table: which features it takes."""
+        """Returns which features it takes, for the table of kernels in docs/support.md."""
         refused = [REFUSED_FEATURES[item.name] for item in fields(Features) if item.name not in self.features]
         return "all but " + "; ".join(refused) if refused else "all"
 
