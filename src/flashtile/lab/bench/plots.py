@@ -201,7 +201,7 @@ def _is_default(provider: str) -> bool:
 
 def num_under(lines: Iterable[dict[int, float]], line: dict[int, float]) -> int:
     """Returns how many of the lines have all points of this one, so that it would hide them."""
-    return sum(all(x in other and math.isclose(other[x], y, rel_tol=0.02) for x, y in line.items()) for other in lines)
+    return sum(all(x in other and math.isclose(other[x], y, rel_tol=0.05) for x, y in line.items()) for other in lines)
 
 
 def by_length(rows: Iterable[Row]) -> list[Row]:
@@ -470,7 +470,8 @@ def _heat_maps(csv_path: Path, rows: Sequence[Row]) -> Path | None:
     )
     bar.ax.set_yticklabels(["1/2 or less", "1", "2 or more"])
     first = rows[0]
-    title = f"Speed ratio: {ratio_colours.WORDS}\n{first.dtype}; {first.env.device}, torch {first.env.torch}"
+    run = f"{first.dtype}; {first.env.device}, torch {first.env.torch}"
+    title = f"Speed ratio: above 1, in orange, the first is faster\n{run}"
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
     return save(figure, csv_path, f"{_stem(csv_path, rows)}_ratios.png")
 
