@@ -29,6 +29,7 @@ from flashtile.distributed.launch import on_ranks
 from flashtile.lab.bench import device as facts
 from flashtile.lab.bench import plots
 
+COLOURS = {"compute": "#D55E00", "to host": "#0072B2", "from host": "#56B4E9", "NCCL": "#009E73"}
 SMALL_US = 20.0  # shorter copies are of numbers, not of keys
 
 
@@ -112,17 +113,24 @@ def draw(path: Path) -> Path:
 
     kinds = [kind for kind in ("compute", "to host", "from host", "NCCL") if any(e["kind"] == kind for e in events)]
     with matplotlib.rc_context(plots.look()):
-        figure = Figure(figsize=(10, 0.6 * len(kinds) + 1.4), layout="constrained")
+        figure = Figure(figsize=(10, 0.6 * len(kinds) + 1.7), layout="constrained")
         axes = figure.subplots()
         for row, kind_ in enumerate(kinds):
             bars = [(e["start_us"] / 1e3, e["us"] / 1e3) for e in events if e["kind"] == kind_]
-            axes.broken_barh(bars, (row - 0.4, 0.8), facecolor=f"C{row}")
+            axes.broken_barh(bars, (row - 0.4, 0.8), facecolor=COLOURS[kind_])
         axes.set_yticks(range(len(kinds)), ["kernels" if kind == "compute" else kind for kind in kinds])
         axes.invert_yaxis()
-        axes.set_xlabel("ms")
+        axes.set_xlabel("Time (ms)")
+        axes.grid(False, axis="y")
         mask = "full" if options["full"] else "causal, zigzag"
         title = f"Rank 0 of {options['ranks']} on one GPU, {options['backend']}: forward and backward, {mask}"
-        axes.set_title(title)
+        axes.set_title(f"{title}\n", loc="left", fontweight="bold")
+        env = record["environment"]
+        texts = (
+            f"{env['device']}, torch {env['torch']}, {env['commit']}{', changed' if env['is_dirty'] else ''}",
+            f"{options['rows']} rows of each rank, H={options['heads']}/{options['heads_kv']}, d={options['head_dim']}",
+        )
+        axes.text(0, 1.03, "; ".join(texts), transform=axes.transAxes, fontsize=8.5, color="#555555")
         return plots.save(figure, path, path.with_suffix(".png").name)
 
 

@@ -1006,7 +1006,9 @@ def test_a_trace_is_summed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert {name: trace_ranks.kind(name, "gpu_memcpy") for name in names} == names
     assert trace_ranks.kind("ncclDevKernel_SendRecv", "kernel") == "NCCL"
     path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"events": events, "options": {"ranks": 2, "backend": "gloo", "full": False}}))
+    options = {"ranks": 2, "backend": "gloo", "full": False, "rows": 64, "heads": 4, "heads_kv": 2, "head_dim": 32}
+    environment = {"device": "a GPU", "torch": "2", "commit": "abc", "is_dirty": False}
+    path.write_text(json.dumps({"events": events, "options": options, "environment": environment}))
     assert trace_ranks.draw(path).stat().st_size > 1000
 
 

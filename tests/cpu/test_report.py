@@ -86,9 +86,52 @@ def test_every_result_is_on_the_page(text):
     assert kinds == {"lines", "roofline", "scatter"}
     for words in ("07 production tile", "Speed ratios", "Decoding", "Tiles against occupancy", "compute-sanitizer"):
         assert words in text
-    assert "waits most for long_scoreboard" in text
+    assert "waits most for data from global memory (long scoreboard)" in text
     assert "waits most for <" not in text  # of a rung without counters
     assert "waits most for None" not in text
+
+
+def test_the_summary_has_the_best_and_the_worst_point(text):
+    """Against the fastest of the peers, from the times of the file."""
+    device = collect.collect(ROOT / "results")[0]
+    assert text.index("<h2>Summary</h2>") < text.index("<h2>Time, throughput and memory</h2>")
+    (file,) = [one for one in device.of("sdpa_") if one.stem == "sdpa_paper_bf16_fwd"]
+    found = {}
+    for point, here in join.groups([row for row in file.rows if row.is_ok], lambda row: row.point).items():
+        times = {row.provider: row.median_ms for row in here}
+        found[point] = min(ms for name, ms in times.items() if name.startswith("sdpa")) / times["cuda"]
+    worst, best = min(found, key=found.get), max(found, key=found.get)
+    shown = page._summary(device)
+    (line,) = re.findall(r"<tr><th[^>]*>forward \(sdpa_paper_bf16_fwd\)</th>.*?</tr>", shown)
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", line)
+    assert cells[0] == str(len(found)) == "36"
+    assert re.sub("<.*?>", "", cells[2]).startswith(f"▼ {found[worst]:.2f} d={worst.head_dim} ")
+    assert cells[3].startswith(f"{found[best]:.2f} d={best.head_dim} ")
+    assert cells[4] == str(sum(ratio < 1 for ratio in found.values()))
+    # Files of one point share a line
+    assert len(re.findall("forward .sdpa_Lsweep_B4_H16", shown)) == 1
+    assert ">forward (sdpa_Lsweep_B4_H16_d128_fp32 and 3 others)<" in shown
+
+
+def test_ratios_below_one_are_marked_and_remarks_are_shown(text):
+    device = collect.collect(ROOT / "results")[0]
+    shown = page._options(device)
+    cells = re.findall(r'<td class="number">(?:<span class="bad">▼ )?(\d\.\d\d)(?:</span>)?</td></tr>', shown)
+    marked = re.findall(r'<span class="bad">▼ (\d\.\d\d)</span></td></tr>', shown)
+    assert marked == [cell for cell in cells if float(cell) < 1]
+    assert len(cells) == 43
+    assert marked
+    remark = json.loads((ROOT / "results/nvidia-h200/notes.json").read_text())["sdpa_options_bf16"]
+    assert remark in shown
+    assert remark in page._summary(device)
+    assert device.skipped
+    assert all(name != collect.NOTES for name, _ in device.skipped)
+
+
+def test_ratios_have_two_decimals_and_the_usual_head_dim_is_shown_first(text):
+    assert {len(found) for found in re.findall(r'class="heat"><span[^>]*>\d+\.(\d*)<', text)} == {2}
+    first = next(one for one in Outline(text).data if one["kind"] == "lines")
+    assert "d=128" in first["choices"][first["start"]]["label"]
 
 
 def test_what_is_measured_most_comes_first(text):
@@ -184,8 +227,16 @@ def test_broken_files_are_listed_with_their_reason(tmp_path):
     (tmp_path / "cpu-x" / "mystery.csv").write_text("a\n")
     (tmp_path / "cpu-x" / "check.json").write_text("{")
     (tmp_path / "cpu-x" / "riddle.json").write_text("{}")
+    (tmp_path / "cpu-x" / "notes.json").write_text("[]")
     text = page.build(collect.collect(tmp_path))
-    expected = ("sdpa_other.csv with other columns", "mystery.csv", "check.json", "riddle.json", "why it is not shown")
+    expected = (
+        "sdpa_other.csv with other columns",
+        "mystery.csv",
+        "check.json",
+        "riddle.json",
+        "notes.json",
+        "why it is not shown",
+    )
     for words in expected:
         assert words in text
 
@@ -304,6 +355,7 @@ def test_the_mouse_and_the_keyboard_show_values(opened):
     shown = opened()
     chart = shown.locator("figure.chart").first
     plot, tip = chart.locator("svg.plot"), chart.locator(".tip")
+    plot.scroll_into_view_if_needed()
     box = plot.bounding_box()
     shown.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     assert tip.is_visible()
@@ -351,6 +403,21 @@ def test_nothing_is_wider_than_a_phone(opened):
     for index in range(shown.locator("button[data-device]").count()):
         shown.locator("button[data-device]").nth(index).tap()
         assert shown.evaluate("document.documentElement.scrollWidth") == 390
+
+
+def test_points_are_named_on_a_phone(opened):
+    shown = opened(viewport={"width": 390, "height": 844}, is_mobile=True, has_touch=True)
+    charts = shown.locator("#profile-0 figure.chart")
+    for index in range(charts.count()):
+        names = charts.nth(index).locator(".points li").all_inner_texts()
+        assert len(names) == 9
+        assert any("flashtile d=128" in name for name in names)
+        drawn = charts.nth(index).locator("svg.plot > text").all_text_contents()
+        assert {str(number) for number in range(1, 10)} < set(drawn)
+    devices = shown.locator(".devices")
+    assert devices.evaluate("one => one.clientHeight") < 60  # one row, which scrolls
+    wide = opened(viewport={"width": 1280, "height": 900}).locator("#profile-0 figure.chart").first
+    assert wide.locator(".points li").count() == 0
 
 
 def test_all_sections_can_be_seen_on_a_wide_screen(opened):

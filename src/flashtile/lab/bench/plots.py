@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flashtile.errors import Unsupported, unsupported
-from flashtile.lab.bench import files, join
+from flashtile.lab.bench import files, join, ratio_colours
 from flashtile.lab.bench.compare import speedups
 from flashtile.lab.bench.rows import Row
 from flashtile.lab.bench.tables import DEFAULT_BACKENDS, measured_labels, serving_label
@@ -38,7 +38,7 @@ _STYLES: dict[str, tuple[str, str, str]] = {  # provider -> colour, line, marker
     "sdpa-cudnn": (_GREEN, "-", "."),
     "sdpa-efficient": (_SKY, "-", "."),
     "sdpa-math": (_BLUE, ":", "."),
-    "eager": (_BLACK, ":", "."),
+    "eager": (_PINK, ":", "."),
     "compiled": (_GREEN, "--", "."),
     "flex": (_GREY, "--", "."),
     "torch-varlen": (_SKY, "-.", "."),
@@ -50,6 +50,7 @@ _STYLES: dict[str, tuple[str, str, str]] = {  # provider -> colour, line, marker
     "xformers": (_SKY, "--", "."),
     "flashinfer": (_SKY, ":", "."),
 }
+_PAGE_MARKERS = {"1": "v", "16": "o", "64": "s", "256": "D"}  # by the rows of a page
 _PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 
 Value = Callable[[Row], "float | None"]
@@ -160,15 +161,23 @@ def _lines(axes: Any, rows: Sequence[Row], value: Value, has_band: bool = False,
     ends: list[End] = []
     names = measured_labels(rows)
     lengths = sorted({row.seqlen_k for row in rows})
-    for name, label in names.items():
+    drawn: list[dict[int, float]] = []
+    for name, label in sorted(names.items(), key=lambda one: not _is_default(one[0])):  # sorted keeps the order of rows
         own = by_length(row for row in rows if row.provider == name and value(row))
         if not own:
             continue
         colour, line, marker = style(name)
-        is_default = name in (*DEFAULT_BACKENDS, "flashtile")
+        is_default = _is_default(name)
         xs, ys = [row.seqlen_k for row in own], [value(row) or 0.0 for row in own]
         width, size, order = (2.8, 7, 3) if is_default else (1.5, 5, 2)
-        axes.plot(xs, ys, color=colour, linestyle=line, marker=marker, linewidth=width, markersize=size, zorder=order)
+        shown: str | tuple[int, tuple[int, ...]] = line
+        if under := num_under(drawn, dict(zip(xs, ys, strict=True))):
+            shown, order = (
+                (6 * (under - 1), (6, 12)),
+                3 + under,
+            )  # dashes over the lines below, each at places of its own
+        axes.plot(xs, ys, color=colour, linestyle=shown, marker=marker, linewidth=width, markersize=size, zorder=order)
+        drawn.append(dict(zip(xs, ys, strict=True)))
         if has_band:
             axes.fill_between(
                 xs,
@@ -184,6 +193,15 @@ def _lines(axes: Any, rows: Sequence[Row], value: Value, has_band: bool = False,
     axes.set_xticks(lengths, [str(length) for length in lengths])
     axes.minorticks_off()
     return ends
+
+
+def _is_default(provider: str) -> bool:
+    return provider in (*DEFAULT_BACKENDS, "flashtile")
+
+
+def num_under(lines: Iterable[dict[int, float]], line: dict[int, float]) -> int:
+    """Returns how many of the lines have all points of this one, so that it would hide them."""
+    return sum(all(x in other and math.isclose(other[x], y, rel_tol=0.05) for x, y in line.items()) for other in lines)
 
 
 def by_length(rows: Iterable[Row]) -> list[Row]:
@@ -270,6 +288,12 @@ def _grid_figures(csv_path: Path, rows: Sequence[Row]) -> list[Path]:
     return written if heat is None else [*written, heat]
 
 
+def _stem(csv_path: Path, rows: Sequence[Row]) -> str:
+    """The first part of a figure's name. It says so where none of flashtile's backends was measured."""
+    stem = csv_path.stem.removeprefix("sdpa_")
+    return f"{stem}_peers" if all(row.is_baseline for row in rows) else stem
+
+
 def _small_multiples(csv_path: Path, rows: Sequence[Row], head_dim: int) -> Path:
     """Throughput over the sequence length for one head_dim: a row of panels for each pass, a column for each mask."""
     from matplotlib.figure import Figure
@@ -294,7 +318,7 @@ def _small_multiples(csv_path: Path, rows: Sequence[Row], head_dim: int) -> Path
         f"{first.env.device}, torch {first.env.torch}; higher is better",
         x=0.01, ha="left", fontweight="bold",
     )  # fmt: skip
-    return save(figure, csv_path, f"{csv_path.stem.removeprefix('sdpa_')}_d{head_dim}.png")
+    return save(figure, csv_path, f"{_stem(csv_path, rows)}_d{head_dim}.png")
 
 
 def _decode_figure(csv_path: Path, rows: Sequence[Row]) -> Path:
@@ -323,43 +347,69 @@ def _decode_figure(csv_path: Path, rows: Sequence[Row]) -> Path:
     where = f"{first.env.device}, torch {first.env.torch}"
     title = f"Decoding, one query per sequence: {problem}; {where}; higher is better"
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
-    return save(figure, csv_path, f"{csv_path.stem.removeprefix('sdpa_')}.png")
+    return save(figure, csv_path, f"{_stem(csv_path, rows)}.png")
 
 
 def _serving_figure(csv_path: Path, rows: Sequence[Row]) -> Path:
-    """Bars for each call over a cache: bandwidth beside that of a copy, throughput of chunks of prompts."""
+    """Bars for each call over a cache: bandwidth beside that of a copy, throughput of chunks of prompts. Marks on the
+    bars are the same calls over a cache in pages."""
     from matplotlib.figure import Figure
 
     chunks = [row for row in rows if row.option.startswith("chunk")]
     parts = [("Bandwidth (GB/s)", [row for row in rows if row not in chunks]), ("Throughput (TFLOP/s)", chunks)]
     parts = [(label, some) for label, some in parts if some]
-    names, heights = measured_labels(rows), [len({serving_label(row) for row in some}) for _, some in parts]
-    figure = Figure(figsize=(9.5, 1.6 + 0.42 * sum(heights)), layout="constrained")
+    heights = [len({_call(row) for row in some}) for _, some in parts]
+    figure = Figure(figsize=(9.5, 2.1 + 0.48 * sum(heights)), layout="constrained")
     panels = figure.subplots(len(parts), 1, squeeze=False, height_ratios=heights).flatten()
-    thickness = 0.8 / max(len({row.provider for row in some}) for _, some in parts)
     shown: dict[str, Any] = {}
     for axes, (label, some) in zip(panels, parts, strict=True):
-        points = list(dict.fromkeys(map(serving_label, some)))
         is_bandwidth = some is not chunks
-        for y, point in enumerate(points):
-            own = [row for row in some if serving_label(row) == point]
-            for place, row in enumerate(own):
-                width = (row.gb_per_s if is_bandwidth else row.tflops) or 0.0
-                middle = y + (place - (len(own) - 1) / 2) * thickness
-                shown[names[row.provider]] = axes.barh(middle, width, thickness, color=style(row.provider)[0])
+        _serving_bars(axes, some, measured_labels(rows), shown, is_bandwidth)
         if is_bandwidth and some[0].copy_gb_per_s:
-            shown["memory copy"] = axes.axvline(some[0].copy_gb_per_s, color=_BLACK, linestyle="--", linewidth=1)
-        axes.margins(y=0.01)
-        axes.set_yticks(range(len(points)), points, fontsize=9)
-        axes.invert_yaxis()
-        axes.grid(False, axis="y")
+            line = axes.axvline(some[0].copy_gb_per_s, color=_BLACK, linestyle="--", linewidth=1)
+            shown["memory copy (half of its bytes are writes)"] = line
         axes.set_xlabel(label)
-    figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=len(shown), fontsize=9)
+    figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=min(4, len(shown)), fontsize=9)
     first = rows[0]
     problem = f"H={first.heads}/{first.heads_kv} d={first.head_dim} {first.dtype}"
     title = f"Serving: {problem}; {first.env.device}, torch {first.env.torch}; higher is better"
+    note = f"B sequences, queries x keys of each; H{first.heads}: a key head for each query head"
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    panels[0].set_title(note, loc="left", fontsize=9.5, color="#555555")
     return save(figure, csv_path, f"{csv_path.stem.removeprefix('sdpa_')}_serving.png")
+
+
+def _call(row: Row) -> str:
+    """The call of a row, whether its cache is in pages or not."""
+    return serving_label(row).partition(", page")[0]
+
+
+def _serving_bars(
+    axes: Any, rows: Sequence[Row], names: dict[str, str], shown: dict[str, Any], is_bandwidth: bool
+) -> None:
+    calls = join.groups(rows, _call)
+    dense = {call: [row for row in own if ", page" not in serving_label(row)] for call, own in calls.items()}
+    thickness = 0.84 / max(1, *map(len, dense.values()))
+    for y, (call, own) in enumerate(calls.items()):
+        middles: dict[str, float] = {}
+        for place, row in enumerate(dense[call]):
+            middle = middles[row.provider] = y + (place - (len(dense[call]) - 1) / 2) * thickness
+            width = (row.gb_per_s if is_bandwidth else row.tflops) or 0.0
+            shown[names[row.provider]] = axes.barh(middle, width, thickness, color=style(row.provider)[0])
+        for row in own:
+            _, is_paged, size = serving_label(row).partition(", page ")
+            if is_paged:
+                width, middle = (row.gb_per_s if is_bandwidth else row.tflops) or 0.0, middles.get(row.provider, y)
+                is_alone = len({one.provider for one in rows if ", page" in serving_label(one)}) == 1
+                name = f"pages of {size}" if is_alone else f"{names[row.provider]}, pages of {size}"
+                (shown[name],) = axes.plot(
+                    width, middle, linestyle="", marker=_PAGE_MARKERS.get(size, "P"), markersize=5.5, zorder=4,
+                    markerfacecolor="white", markeredgecolor=_BLACK if is_alone else style(row.provider)[0],
+                )  # fmt: skip
+    axes.margins(y=0.01)
+    axes.set_yticks(range(len(calls)), list(calls), fontsize=9)
+    axes.invert_yaxis()
+    axes.grid(False, axis="y")
 
 
 def _heat_maps(csv_path: Path, rows: Sequence[Row]) -> Path | None:
@@ -367,7 +417,7 @@ def _heat_maps(csv_path: Path, rows: Sequence[Row]) -> Path | None:
     ran."""
     import numpy as np
     from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import TwoSlopeNorm
+    from matplotlib.colors import LinearSegmentedColormap, Normalize
     from matplotlib.figure import Figure
 
     names = measured_labels(rows)
@@ -389,17 +439,21 @@ def _heat_maps(csv_path: Path, rows: Sequence[Row]) -> Path | None:
         layout="constrained",
     )
     panels = figure.subplots(lines, columns, squeeze=False).flatten()
-    norm = TwoSlopeNorm(0.0, -1.5, 1.5)
+    norm = Normalize(-1.0, 1.0)
+    colours = LinearSegmentedColormap.from_list(
+        "ratios", [ratio_colours.colour(float(part)) for part in np.linspace(-1, 1, 257)], N=257
+    )
     for axes, ((provider, peer), found) in zip(panels, tables.items(), strict=False):
         values = np.full((len(kinds), len(lengths)), np.nan)
         cells = heat_cells([row for row in rows if row.provider == provider and row.point in found])
         for (line, length), row in cells.items():
             values[kinds.index(line), lengths.index(length)] = found[row.point]
-        axes.imshow(np.log2(values), cmap="PuOr", norm=norm, aspect="auto")
+        axes.imshow(np.log2(values), cmap=colours, norm=norm, aspect="auto")
         for (line, column), value in np.ndenumerate(values):
             if not np.isnan(value):
-                shade = "white" if abs(np.log2(value)) > 0.75 else "black"
-                axes.text(column, line, f"{value:.2f}", ha="center", va="center", fontsize=8.5, color=shade)
+                ink = ratio_colours.on(ratio_colours.colour(ratio_colours.share(value)))
+                said = ratio_colours.text(value)
+                axes.text(column, line, said, ha="center", va="center", fontsize=8.5, color=ink)
         axes.set_xticks(
             range(len(lengths)), [f"{length // 1024}k" if length % 1024 == 0 else str(length) for length in lengths]
         )
@@ -412,13 +466,14 @@ def _heat_maps(csv_path: Path, rows: Sequence[Row]) -> Path | None:
     for axes in panels[len(tables) :]:
         axes.set_visible(False)
     bar = figure.colorbar(
-        ScalarMappable(norm, "PuOr"), ax=list(panels), shrink=0.5, aspect=28, ticks=[-1, 0, 1], label="speed ratio"
+        ScalarMappable(norm, colours), ax=list(panels), shrink=0.5, aspect=28, ticks=[-1, 0, 1], label="speed ratio"
     )
-    bar.ax.set_yticklabels(["1/2", "1", "2"])
+    bar.ax.set_yticklabels(["1/2 or less", "1", "2 or more"])
     first = rows[0]
-    title = f"Speed ratio; above 1 the first is faster\n{first.dtype}; {first.env.device}, torch {first.env.torch}"
+    run = f"{first.dtype}; {first.env.device}, torch {first.env.torch}"
+    title = f"Speed ratio: above 1, in orange, the first is faster\n{run}"
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
-    return save(figure, csv_path, f"{csv_path.stem.removeprefix('sdpa_')}_ratios.png")
+    return save(figure, csv_path, f"{_stem(csv_path, rows)}_ratios.png")
 
 
 def heat_cells(rows: Sequence[Row]) -> dict[tuple[str, int], Row]:

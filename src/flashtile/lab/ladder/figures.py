@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from flashtile.lab.bench.rows import Row, read
 from flashtile.lab.bench.tables import number
 from flashtile.lab.ladder.rows import HbmRow, RungRow
 from flashtile.lab.ladder.tables import labels
+from flashtile.lab.profile import ncu
 
 OURS, STEP_BEFORE, PEER = "#D55E00", "#9a9a9a", "#0072B2"
 _WAVEFRONT_BYTES = 128  # bytes that the shared-memory pipe moves in one cycle
@@ -38,7 +40,7 @@ def draw(csv_path: Path) -> list[Path]:
 
 
 def _times(csv_path: Path, rows: Sequence[Row]) -> Path:
-    """Bars of the large problem, full and causal, on a log axis: equal speedups have equal lengths."""
+    """Points of the large problem, full and causal, on a log axis: equal speedups are equal distances."""
     from matplotlib.figure import Figure
 
     masks = sorted({row.is_causal for row in rows})
@@ -52,16 +54,14 @@ def _times(csv_path: Path, rows: Sequence[Row]) -> Path:
                 continue
             row = here[name]
             ms = row.median_ms or 0.0
-            axes.barh(
-                y, ms, color=PEER if row.is_baseline else OURS, height=0.68, alpha=0.55 if name == "cuda" else 1.0
-            )
-            axes.text(ms * 1.12, y, f"{number(ms)} ms", va="center", fontsize=9)
+            shape = "s" if row.is_baseline else "D" if name == "cuda" else "o"
+            axes.plot(ms, y, shape, color=PEER if row.is_baseline else OURS, markersize=9)
+            axes.annotate(f"{number(ms)} ms", (ms, y), (10, 0), textcoords="offset points", va="center", fontsize=9)
         axes.set_xscale("log")
         times = [row.median_ms or 1.0 for row in here.values()]
         axes.set_xlim(min(times) * 0.6, max(times) * 6)
         axes.set_yticks(range(len(names)), names.values())
-        axes.grid(False, axis="y")
-        axes.set_xlabel("Time per call (ms)")
+        axes.set_xlabel("Time per call (ms), logarithmic; to the left is faster")
         axes.set_title("causal" if is_causal else "full", loc="left")
     panels[0].invert_yaxis()
     first = rows[0]
@@ -92,11 +92,14 @@ def _roofline(csv_path: Path, kernels: Sequence[RungRow]) -> Path:
     panels = [(device, "device memory", first.dram_ceiling_gb_per_s, "as counted" if first.dram_bytes else "at best")]
     if shared:
         panels.append((shared, "shared memory", first.shared_ceiling_gb_per_s, "as counted"))
+    lowest = min(_range(points, roof)[0] * roof / 1e3 for points, _, roof, _ in panels)
+    lowest = min(lowest, *(kernel.tflops or lowest for kernel in full))
+    gap = 0.038 * math.log10(first.ceiling_tflops / lowest)  # a line of text
     figure = Figure(figsize=(6.4 * len(panels), 5.0), layout="constrained")
     for axes, (points, name, roof, how) in zip(
         figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True
     ):
-        _roof_panel(axes, points, name, roof)
+        _roof_panel(axes, points, name, roof, gap)
         axes.set_xlabel(f"FLOP for each byte of {name}, {how}")
         axes.set_ylabel("TFLOP/s")
     problem = (
@@ -109,29 +112,41 @@ def _roofline(csv_path: Path, kernels: Sequence[RungRow]) -> Path:
     return plots.save(figure, csv_path, f"{csv_path.stem.replace('kernels', 'roofline')}.png")
 
 
-def _roof_panel(axes: Any, points: Sequence[tuple[float, RungRow]], name: str, gb_per_s: float) -> None:
+def _range(points: Sequence[tuple[float, RungRow]], gb_per_s: float) -> tuple[float, float]:
+    """Ends of the axis of FLOP per byte."""
+    ridge = points[0][1].ceiling_tflops / gb_per_s * 1e3
+    return min(ridge, *(x for x, _ in points)) / 8, max(ridge, *(x for x, _ in points)) * 40
+
+
+def _roof_panel(axes: Any, points: Sequence[tuple[float, RungRow]], name: str, gb_per_s: float, gap: float) -> None:
     import numpy as np
 
     first = points[0][1]
     top = first.ceiling_tflops
-    ridge = top / gb_per_s * 1e3
-    low, high = min(ridge, *(x for x, _ in points)) / 8, max(ridge, *(x for x, _ in points)) * 40
+    low, high = _range(points, gb_per_s)
     xs = np.logspace(np.log10(low), np.log10(high), 200)
     axes.plot(xs, np.minimum(xs * gb_per_s / 1e3, top), color="#000000", linewidth=1.5)
     axes.text(high, top * 1.08, f"{first.unit}, {number(top)} TFLOP/s", ha="right", fontsize=9)
     axes.text(low * 1.1, top * 1.08, f"{name}, {number(gb_per_s)} GB/s", fontsize=9)
     ordered = sorted(points, key=lambda one: one[1].tflops or 0.0)
-    label_ys = plots.spread([float(np.log10(kernel.tflops or 1.0)) for _, kernel in ordered], 0.13)
+    label_ys = _below_the_roof(
+        [float(np.log10(kernel.tflops or 1.0)) for _, kernel in ordered], gap, float(np.log10(top))
+    )
     right = max(x for x, _ in points)
     for (x, kernel), label_y in zip(ordered, label_ys, strict=True):
         axes.plot(x, kernel.tflops, "o", color=OURS, markersize=7)
         axes.annotate(
             kernel.rung, xy=(x, kernel.tflops), xytext=(right * 1.8, 10**label_y), fontsize=9, va="center",
-            arrowprops={"arrowstyle": "-", "color": STEP_BEFORE, "linewidth": 0.6},
+            arrowprops={"arrowstyle": "-", "color": STEP_BEFORE, "linewidth": 0.6, "relpos": (0, 0.5)},
         )  # fmt: skip
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(low, high)
+
+
+def _below_the_roof(wanted: Sequence[float], gap: float, roof: float) -> list[float]:
+    """Places of labels, in powers of ten, a gap apart from each other and below the roof."""
+    return [-place for place in reversed(plots.spread([-one for one in reversed(wanted)], gap, gap - roof))]
 
 
 def _counter_figure(csv_path: Path, kernel: RungRow, before: RungRow | None, causal: RungRow | None) -> Path:
@@ -156,13 +171,19 @@ def _counter_figure(csv_path: Path, kernel: RungRow, before: RungRow | None, cau
             axes.text(value(before) + 1, y + 0.19, _digits(value(before)), va="center", fontsize=8.5, color="#666666")
     axes.set_yticks(range(len(values)), [name for name, _ in values])
     axes.set_xlim(0, 108)
-    axes.set_xlabel(f"%, full; warps wait most for {kernel.top_stall.replace('_', ' ')}")
+    axes.set_xlabel(f"Percent. Warps wait most for {ncu.stall_words(kernel.top_stall)}", fontsize=9.5)
     axes.grid(False, axis="y")
     axes.invert_yaxis()
     step = f"; in grey {before.rung}" if before is not None else ""
-    timed = (("", kernel), ("causal ", causal))
+    timed = (("full ", kernel), ("causal ", causal))
     times = [f"{name}{number(one.median_ms)} ms" for name, one in timed if one is not None and one.median_ms]
-    figure.suptitle(f"{kernel.rung}: {', '.join(times)}{step}", x=0.01, ha="left", fontweight="bold", fontsize=10.5)
+    figure.suptitle(
+        f"{kernel.rung}, d={kernel.head_dim}: {', '.join(times)}{step}",
+        x=0.01,
+        ha="left",
+        fontweight="bold",
+        fontsize=10.5,
+    )
     suffix = csv_path.stem.removeprefix(f"ladder_kernels_{kernel.dtype}")
     return plots.save(figure, csv_path, f"ladder_{kernel.rung}{suffix}.png")
 

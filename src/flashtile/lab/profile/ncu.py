@@ -37,6 +37,25 @@ STALLS = (
     "math_pipe_throttle", "membar", "mio_throttle", "misc", "no_instruction", "short_scoreboard", "sleeping",
     "tex_throttle", "wait",
 )  # fmt: skip
+STALL_WORDS = {  # reason -> what a warp waits for
+    "barrier": "other warps at a barrier",
+    "branch_resolving": "the target of a branch",
+    "dispatch_stall": "the dispatcher",
+    "drain": "their last stores",
+    "gmma": "products of wgmma",
+    "imc_miss": "the constant cache",
+    "lg_throttle": "room in the queue to global memory",
+    "long_scoreboard": "data from global memory",
+    "math_pipe_throttle": "a busy arithmetic unit",
+    "membar": "a memory fence",
+    "mio_throttle": "room in the queue to shared memory",
+    "misc": "other reasons",
+    "no_instruction": "instructions to be fetched",
+    "short_scoreboard": "shared memory or exponentials",
+    "sleeping": "the end of a sleep",
+    "tex_throttle": "room in the queue to texture memory",
+    "wait": "the fixed time of an instruction",
+}
 MARKER = "flashtile_marker_kernel"
 _MARKER_SOURCE = f'extern "C" __global__ void {MARKER}(const int) {{}}\n'
 _CHILD = "import sys; from flashtile.lab.profile import ncu; ncu.child(*sys.argv[1:])"
@@ -164,6 +183,11 @@ def group(kernels: Iterable[Kernel]) -> list[list[Kernel]]:
         elif groups:
             groups[-1].append(kernel)
     return groups
+
+
+def stall_words(reason: str) -> str:
+    """Returns what a warp waits for in plain words, with the profiler's name of it."""
+    return f"{STALL_WORDS[reason]} ({reason.replace('_', ' ')})" if reason in STALL_WORDS else reason.replace("_", " ")
 
 
 def stalls(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from flashtile.lab.bench import join
+from flashtile.lab.bench import join, ratio_colours
 from flashtile.lab.bench.compare import speedups
 from flashtile.lab.bench.plots import by_length, heat_cells, style
 from flashtile.lab.bench.rows import Row
-from flashtile.lab.bench.tables import DEFAULT_BACKENDS, measured_labels, number
+from flashtile.lab.bench.tables import DEFAULT_BACKENDS, measured_labels
 from flashtile.lab.ladder.rows import HbmRow, RungRow
 from flashtile.lab.profile.figures import kernel_tflops, levels, roofline_groups, roofline_points
 from flashtile.lab.profile.rows import KernelRow
@@ -46,7 +45,8 @@ def curves(files: Iterable[tuple[str, Sequence[Row]]], metrics: Sequence[str], x
                 choices.append({"label": f"{name} ({stem})", "series": _series(own, metrics)})
     if not choices:
         return None
-    return lines("", [(key, *_METRICS[key][:2]) for key in metrics], choices, x_label)
+    start = next((index for index, choice in enumerate(choices) if "d=128" in choice["label"]), 0)  # the usual head dim
+    return lines("", [(key, *_METRICS[key][:2]) for key in metrics], choices, x_label) | {"start": start}
 
 
 def _problems(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -250,19 +250,10 @@ def _heat_table(rows: Sequence[Row], provider: str, ratios: dict[Any, float]) ->
 
 
 def _heat_cell(ratio: float | None) -> Raw:
-    """Purple where slower, orange where faster, from half to double."""
+    """Orange where faster, purple where slower, from half to double."""
     if ratio is None:
         return Raw("")
-    share = max(-1.0, min(1.0, math.log2(ratio)))
-    red, green, blue = (179, 88, 6) if share > 0 else (84, 39, 136)
-    amount = abs(share) ** 0.8
-    back = [round(247 + (channel - 247) * amount) for channel in (red, green, blue)]
-    text = "#ffffff" if _luminance(back) < 0.18 else "#000000"  # the better contrast of the two
-    colour = ",".join(map(str, back))
-    return Raw(f'<span style="background:rgb({colour});color:{text}">{escape(number(ratio))}</span>')
-
-
-def _luminance(colour: Sequence[int]) -> float:
-    """Relative luminance of an sRGB colour."""
-    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in (value / 255 for value in colour)]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    back = ratio_colours.colour(ratio_colours.share(ratio))
+    colour = ",".join(str(round(255 * channel)) for channel in back)
+    style = f"background:rgb({colour});color:{ratio_colours.on(back)}"
+    return Raw(f'<span style="{style}">{escape(ratio_colours.text(ratio))}</span>')

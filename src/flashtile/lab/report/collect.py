@@ -28,6 +28,7 @@ KINDS: tuple[tuple[str, type[Any]], ...] = (
     ("cold_", ColdRow),
 )
 RECORDS = ("check", "check_decode", "check_float32", "mutations", "sanitize", "sanitize_latest", "sanitize_simt")
+NOTES = "notes.json"  # what a reader must know of a file that its rows do not say
 _OF_A_TOOL = "written by a tool; the documentation has it"
 
 
@@ -52,6 +53,7 @@ class DeviceResults:
     files: dict[str, list[ResultCsv]] = field(default_factory=dict)
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
     timelines: list[Timeline] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)  # pattern of the stems of files -> a remark
     skipped: list[tuple[str, str]] = field(default_factory=list)  # file and reason
 
     def of(self, prefix: str) -> list[ResultCsv]:
@@ -104,10 +106,12 @@ def _device(device: Path, variant: str) -> DeviceResults:
         try:
             if path.name.startswith("timeline_"):
                 found.timelines.append(timeline.read(path))
+            elif path.name == NOTES:
+                found.notes = {str(stem): str(text) for stem, text in json.loads(path.read_text("utf-8")).items()}
             elif path.stem in RECORDS:
                 found.records[path.stem] = json.loads(path.read_text(encoding="utf-8"))
             elif not path.with_suffix(".csv").exists():  # a CSV has the same rows
                 found.skipped.append((path.name, _OF_A_TOOL))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, AttributeError) as error:  # the last: JSON that is no object
             found.skipped.append((path.name, str(error)))
     return found

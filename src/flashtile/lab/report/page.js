@@ -25,6 +25,12 @@ function digits(value) {
   return size >= 1000 ? value.toFixed(0) : String(Number(value.toPrecision(3)));
 }
 
+// Three digits in every number of a column: 2.00 beside 2.07
+function even(value) {
+  const isPlain = value !== null && value !== undefined && Math.abs(value) >= 1e-4 && Math.abs(value) < 999.5;
+  return isPlain ? value.toPrecision(3) : digits(value);
+}
+
 // Axes
 
 function scale(low, high, from, to, isLog) {
@@ -130,14 +136,16 @@ function plotWidth(figure) {
 // Throughput, time or memory over the length
 
 function lineChart(figure, chart) {
-  const state = {choice: 0, metric: 0, hidden: new Set(), at: null};
+  const state = {choice: chart.start || 0, metric: 0, hidden: new Set(), at: null};
   const controls = element("div", {class: "controls"});
   const legend = element("div", {class: "controls legend"}), holder = element("div");
   const table = element("details"), tip = element("div", {class: "tip", "aria-live": "polite"});
   tip.hidden = true;
   if (chart.choices.length > 1) {
     const change = (index) => { state.choice = index; state.at = null; draw(); };
-    controls.append(select(figure, figure.dataset.label, chart.choices.map((one) => one.label), change).whole);
+    const choice = select(figure, figure.dataset.label, chart.choices.map((one) => one.label), change);
+    choice.box.value = state.choice;
+    controls.append(choice.whole);
   } else {
     controls.append(element("strong", {}, chart.choices[0].label));
   }
@@ -204,7 +212,7 @@ function lineChart(figure, chart) {
       cursor.setAttribute("x2", x(at));
       const rows = seen.map((one) => [one, valuesOf(one).find(([own]) => own === at)]).filter(([, found]) => found)
         .sort((a, b) => b[1][1] - a[1][1])
-        .map(([one, [, value, note]]) => [shade(one.colour), one.label, `${digits(value)} ${note}`]);
+        .map(([one, [, value, note]]) => [shade(one.colour), one.label, `${even(value)} ${note}`]);
       showTip(figure, svg, x(at), box.top + 8, rows, `${chart.x} ${at}, ${metric.label}`);
     };
     const hide = () => { state.at = null; tip.hidden = true; cursor.style.display = "none"; };
@@ -233,7 +241,7 @@ function lineChart(figure, chart) {
     const head = element("tr", {}, element("th", {}, metric.label),
                          ...lengths.map((length) => element("th", {scope: "col"}, String(length))));
     const body = series.map((one) => element("tr", {}, element("th", {scope: "row"}, one.label),
-      ...lengths.map((length) => element("td", {class: "number"}, digits(one[metric.key][one.x.indexOf(length)])))));
+      ...lengths.map((length) => element("td", {class: "number"}, even(one[metric.key][one.x.indexOf(length)])))));
     const whole = element("table", {}, element("thead", {}, head), element("tbody", {}, ...body));
     table.replaceChildren(element("summary", {}, "These values as a table"), element("div", {class: "scroll"}, whole));
   }
@@ -270,7 +278,8 @@ function pointChart(figure, choices, labels, options) {
   } else {
     controls.append(element("strong", {}, choices[0].label));
   }
-  figure.append(controls, holder, tip, table);
+  const key = element("ol", {class: "points"});
+  figure.append(controls, holder, key, tip, table);
 
   function draw() {
     tip.hidden = true;
@@ -283,8 +292,14 @@ function pointChart(figure, choices, labels, options) {
     const y = scale(range.y[0], range.y[1], box.bottom, box.top, options.isLog);
     axes(svg, box, ticks(...range.x, options.isLog), ticks(...range.y, options.isLog), x, y);
     if (options.under) options.under(svg, choice, x, y, range, box);
-    if (width >= 500 && points.length <= 24) label(svg, points, x, y, box, options.isColumn);
+    const isWide = width >= 500, isLabelled = points.length <= (isWide ? 24 : 16);
+    const labelled = isWide ? points : points.map((point, index) => ({...point, label: String(index + 1)}));
+    if (isLabelled) label(svg, labelled, x, y, box, options.isColumn || !isWide);
     for (const point of points) svg.append(marker(point.marker, x(point.x), y(point.y), shade(point.colour), 5.5));
+    key.replaceChildren(...(isWide || !isLabelled ? [] : points.map((point, index) => {
+      const dot = element("span", {style: `color:${shade(point.colour)}`}, "●");
+      return element("li", {}, element("b", {}, String(index + 1)), dot, ` ${point.label}`);
+    })));
     const ring = element("circle", {r: 10, fill: "none", stroke: "currentColor", "stroke-width": 1.5});
     ring.style.display = "none";
     svg.append(ring);
@@ -296,7 +311,7 @@ function pointChart(figure, choices, labels, options) {
       ring.style.display = "";
       ring.setAttribute("cx", x(point.x));
       ring.setAttribute("cy", y(point.y));
-      const rows = [[shade(point.colour), names.y, digits(point.y)], ["transparent", names.x, digits(point.x)]];
+      const rows = [[shade(point.colour), names.y, even(point.y)], ["transparent", names.x, even(point.x)]];
       showTip(figure, svg, x(point.x), y(point.y), rows, point.label);
     };
     const hide = () => { state.at = null; tip.hidden = true; ring.style.display = "none"; };
@@ -320,7 +335,7 @@ function pointChart(figure, choices, labels, options) {
     const names = labels(choice);
     const head = element("tr", {}, element("th", {}, ""), element("th", {}, names.x), element("th", {}, names.y));
     const body = points.map((point) => element("tr", {}, element("th", {scope: "row"}, point.label),
-      element("td", {class: "number"}, digits(point.x)), element("td", {class: "number"}, digits(point.y))));
+      element("td", {class: "number"}, even(point.x)), element("td", {class: "number"}, even(point.y))));
     const whole = element("table", {}, element("thead", {}, head), element("tbody", {}, ...body));
     table.replaceChildren(element("summary", {}, "These values as a table"), element("div", {class: "scroll"}, whole));
   }
@@ -353,10 +368,11 @@ function roofline(figure, chart) {
                    element("text", {x: x(range.x[1]), y: y(one.value) - 6, "text-anchor": "end"},
                            `${one.label} ${digits(one.value)} TFLOP/s`));
       }
-      const note = `${choice.label} ${digits(choice.level.value)} GB/s`;
-      const isNarrow = box.right - box.left < 440;  // points are under the slope then
-      const below = isNarrow ? box.bottom - 8 : y(left * slope) + 10;
-      svg.append(element("text", {x: x(left) + (isNarrow ? 4 : 14), y: below}, note));
+      const isNarrow = box.right - box.left < 440;  // the slope is short, and the choice above names the memory
+      const note = `${isNarrow ? "" : choice.label} ${digits(choice.level.value)} GB/s`.trim();
+      const rise = Math.atan2(y(top) - y(left * slope), x(ridge) - x(left)) * 180 / Math.PI;  // along the slope
+      svg.append(element("text", {x: x(left), y: y(left * slope), dx: 12, dy: -6,
+                                  transform: `rotate(${rise} ${x(left)} ${y(left * slope)})`}, note));
     },
   });
 }

@@ -6,20 +6,22 @@ import difflib
 import json
 import re
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from flashtile.lab.bench import join
+from flashtile.lab.bench import join, ratio_colours
 from flashtile.lab.bench import tables as bench_tables
 from flashtile.lab.bench.rows import Environment, Row
 from flashtile.lab.bench.tables import Table, number
 from flashtile.lab.ladder import tables as ladder_tables
 from flashtile.lab.ladder.rows import RungRow
 from flashtile.lab.ladder.rungs import DTYPES, Rung, rungs
+from flashtile.lab.profile import ncu, timeline
 from flashtile.lab.profile import tables as profile_tables
-from flashtile.lab.profile import timeline
 from flashtile.lab.report import charts
 from flashtile.lab.report.collect import DeviceResults, ResultCsv
+from flashtile.lab.report.summary import marked, summary
 from flashtile.lab.tiles import tables as tile_tables
 from flashtile.markup import DARK_VARIABLES, VARIABLES, Raw, escape, page, table
 from flashtile.version import __version__
@@ -39,8 +41,8 @@ def build(devices: Sequence[DeviceResults]) -> str:
     body = f"""<header>
 <h1>flashtile <small>{escape(__version__)}</small></h1>
 <p>Attention from the memory hierarchy upward: times, memory, errors and hardware counters, as measured.</p>
-<div class="bar" role="group" aria-label="Device">{choices}
-<button type="button" id="theme" aria-label="Switch between light and dark">◐ light / dark</button></div>
+<div class="bar devices" role="group" aria-label="Device">{choices}</div>
+<button type="button" id="theme" aria-label="Switch between light and dark">◐ light / dark</button>
 </header>
 <main>{"".join(parts)}</main>
 <footer>Every number is from a file under <code>results/</code>; the tables of sources name the commands.
@@ -52,6 +54,7 @@ Written by <code>flashtile report</code>.</footer>"""
 
 def _device(device: DeviceResults, index: int) -> str:
     sections = [
+        ("summary", "Summary", _summary(device)),
         ("curves", "Time, throughput and memory", _curves(device)),
         ("ratios", "Speed ratios", _ratios(device)),
         ("decode", "Decoding", _decode(device)),
@@ -116,6 +119,22 @@ def _plain(device: DeviceResults) -> list[ResultCsv]:
 # Sections
 
 
+def _summary(device: DeviceResults) -> str:
+    """Speeds against the fastest peer, with the remarks on the files that they are of."""
+    files = [*_plain(device), *(one for one in device.of("sdpa_") if one not in _plain(device))]
+    found = summary(files)
+    return found + _notes(device, files) if found else ""
+
+
+def _notes(device: DeviceResults, files: Sequence[ResultCsv]) -> str:
+    """The remarks on files, from the notes.json beside them."""
+    return "".join(
+        f"<p><code>{escape(pattern)}</code>: {escape(text)}</p>"
+        for pattern, text in device.notes.items()
+        if any(fnmatch(one.stem, pattern) for one in files)
+    )
+
+
 def _curves(device: DeviceResults) -> str:
     files = _plain(device)
     chart = charts.curves(
@@ -133,10 +152,7 @@ def _ratios(device: DeviceResults) -> str:
     for one in [*_plain(device), *_of_sweep(device, "decode")]:
         for name, text in charts.heat_maps(one.rows).items():
             found[f"{name} ({one.stem})"] = text
-    note = (
-        "<p>How many times as fast the first is as the second: above 1, in orange, the first is faster; below 1, in "
-        "purple, the second.</p>"
-    )
+    note = f"<p>How many times as fast the first is as the second: {ratio_colours.WORDS}.</p>"
     return note + _panels(found, "Pair") if found else ""
 
 
@@ -153,7 +169,13 @@ def _decode(device: DeviceResults) -> str:
 
 def _options(device: DeviceResults) -> str:
     files = [*_of_sweep(device, "options"), *_of_sweep(device, "cpu")]
-    return "".join(_table(bench_tables.options_table(one.rows)) for one in files)
+    return _notes(device, files) + "".join(_table(_marked(bench_tables.options_table(one.rows))) for one in files)
+
+
+def _marked(shown: Table) -> Table:
+    """The table with marks on the ratios below 1, in the last column."""
+    lines = tuple((*cells, marked(last) if last else last) for *cells, last in shown.lines)
+    return Table(shown.title, shown.header, lines)
 
 
 def _profiles(device: DeviceResults) -> str:
@@ -194,7 +216,7 @@ def _memory(device: DeviceResults) -> str:
 
 
 def _tiles(device: DeviceResults) -> str:
-    note = "<p>A diamond is the tile that a plain call takes. A cross spills registers.</p>"
+    note = "<p>A diamond is the tile that the kernel takes by default. A cross spills registers.</p>"
     found = "".join(
         _chart(charts.tiles_chart(one.rows), "Head dim")
         + _details(f"All tiles, {one.rows[0].dtype}", _table(tile_tables.study_table(one.rows)))
@@ -369,5 +391,5 @@ def _bars(kernel: RungRow | None, before: RungRow | None) -> str:
         lines.append((name, bar, f"{own:.3g} %", "" if last is None else f"{last:.3g} %"))
     title = f"d={kernel.head_dim}: {number(kernel.median_ms)} ms" if kernel.median_ms else ""
     if title and kernel.top_stall:  # counted
-        title += f"; waits most for {kernel.top_stall}"
+        title += f"; waits most for {ncu.stall_words(kernel.top_stall)}"
     return table(("", "", "here", "step before"), lines, title)

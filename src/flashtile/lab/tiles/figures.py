@@ -53,7 +53,7 @@ def _figure(csv_path: Path, rows: Sequence[TileRow]) -> Path:
         f"Tiles of {first.kernel}: {first.dtype}, B={first.batch} S={first.seqlen}; {first.env.device}, "
         f"torch {first.env.torch}"
     )
-    figure.suptitle(f"{title}; in orange what plain calls take", x=0.01, ha="left", fontweight="bold", fontsize=11)
+    figure.suptitle(f"{title}; in orange what {first.kernel} takes", x=0.01, ha="left", fontweight="bold", fontsize=11)
     return plots.save(figure, csv_path, f"{csv_path.stem}.png")
 
 

@@ -44,7 +44,7 @@ def study_table(rows: Sequence[TileRow]) -> Table:
         for reason in dict.fromkeys(row.no_counters for row in rows if row.no_counters and not row.is_causal)
     )
     shape = f"{first.kernel} {first.dtype}, B={first.batch} S={first.seqlen}, H={_heads(rows)}"
-    return Table(f"{shape}; {CHOSEN} = taken by plain calls{''.join(reasons)}", _HEADER, tuple(lines))
+    return Table(f"{shape}; {CHOSEN} = taken by {first.kernel}{''.join(reasons)}", _HEADER, tuple(lines))
 
 
 def by_tile(rows: Sequence[TileRow], head_dim: int, is_causal: bool) -> dict[str, TileRow]:
