@@ -64,8 +64,9 @@ class Report:
 
     def share(self) -> float:
         """The part of forward calls that was served; 1 if there was none."""
-        served = sum(count for name, count in self.served.items() if not is_backward(name))
-        left = sum(count for (name, _), count in self.left_to_torch.items() if not is_backward(name))
+        with self._lock:
+            served = sum(count for name, count in self.served.items() if not is_backward(name))
+            left = sum(count for (name, _), count in self.left_to_torch.items() if not is_backward(name))
         return served / (served + left) if served + left else 1.0
 
     def clear(self) -> None:

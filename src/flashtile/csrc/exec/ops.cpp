@@ -288,6 +288,7 @@ bool serve(const char* op, const char* overload, Held& owner, StableIValue* stac
     }
     for (uint64_t index = 0; index < num_outputs; ++index) release<AtenTensorHandle>(arguments[index]);
     if (run(request, results)) return true;
+    results = Results();  // frees what `run` has allocated: Python allocates it anew
   }
   owner.pass_on();
   fall_back(op, overload, nullptr, stack, num_outputs);
