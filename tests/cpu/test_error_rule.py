@@ -314,6 +314,30 @@ def test_the_floor_knows_that_tensor_cores_truncate() -> None:
         assert (expected.disagreement("lse", lse) is None) == is_fine
 
 
+def test_the_floor_knows_that_equal_terms_are_rounded_alike() -> None:
+    """All 256 products of dO and v are equal, and so are those of dO and out. The error of dK is that of a correct
+    backend."""
+    case = Case(
+        dout="number",
+        batch=8,
+        heads=1,
+        heads_kv=1,
+        seqlen_q=2,
+        seqlen_k=1,
+        head_dim=1,
+        head_dim_v=256,
+        mask="k",
+        values="constant",
+    )
+    inputs = case.make(1076137259)
+    expected = expect(inputs)
+    assert expected.ref.dk is not None
+    for error, is_fine in ((1.658e-4, True), (4e-3, False)):
+        dk = expected.ref.dk.float()
+        dk[1, 0, 0, 0] += error
+        assert (expected.disagreement("dk", dk) is None) == is_fine
+
+
 def test_without_deterministic_algorithms(seed: int) -> None:
     torch.use_deterministic_algorithms(False)
     inputs = Case(kind="paged", batch=3, bias="hqk", dropout_p=0.1).make(seed)

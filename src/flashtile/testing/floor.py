@@ -7,6 +7,7 @@ are carried to first order, in float64, from the scores to lse, out and the grad
   out as stored.
 - Everything else, to float32. A matrix product adds its n terms one by one: n roundings of partial sums, whose size is
   that of the total or of a random walk over the terms. Row sums and sums over a broadcast bias go tile by tile.
+- Equal terms are rounded alike: a sum of them over the head dim is off by half of a rounding for each term at most.
 - Tensor cores add 16 terms at a time and truncate. Where all scores of a row have one sign, so do their errors, and lse
   has the mean of them.
 
@@ -32,6 +33,7 @@ FACTOR = 4.0
 _TILE = 64
 # A tensor core: terms added at a time, and the units in the last place that this takes from the sum at most
 _TERMS, _TRUNCATED = 16, 2
+_ALIKE = 0.99  # of the largest square that a sum of terms with the same squares may have: they are nearly equal
 
 
 class _Units(NamedTuple):
@@ -67,6 +69,13 @@ def rounding_floor(inputs: Inputs, ref: Result) -> Result:
 def _depth(num_terms: float) -> float:
     """Roundings one after the other in a sum that goes tile by tile."""
     return min(num_terms, _TILE + num_terms / _TILE) / 2
+
+
+def _sum_var(num_terms: int, total: Tensor, squares: Tensor) -> Tensor:
+    """The variance of a sum over the head dim, in roundings of 1. `squares` is the sum of the terms' squares."""
+    is_alike = total.square() >= _ALIKE * num_terms * squares
+    drift = torch.where(is_alike, num_terms / 2 * total / FACTOR, 0.0)
+    return num_terms / 2 * (total.square() + squares) + drift.square()
 
 
 class _Forward:
@@ -129,14 +138,11 @@ class _Backward:
             -1, keepdim=True
         )
         row_part = total.square() * (forward.sum_var + units.stored)
-        sums = (
-            v.shape[-1] / 2 * (products.square().sum(-1, keepdim=True) + total.square())
-            + dlse.square()
-            + self.delta.square()
-        )
+        squares = products.square().sum(-1, keepdim=True)
+        sums = _sum_var(v.shape[-1], total, squares) + dlse.square() + self.delta.square()
         self.delta_var = p_part.sum(-1, keepdim=True) + out_part + row_part + units.computed * sums
         dp_squares = (self.do.square() @ v.square().mT) * (forward.kept * forward.kept)
-        dp_var = units.computed * (v.shape[-1] / 2 * (dp.square() + dp_squares) + dp.square() + self.delta.square())
+        dp_var = units.computed * (_sum_var(v.shape[-1], dp, dp_squares) + dp.square() + self.delta.square())
         self.ds = forward.p * (dp - self.delta)
         self.ds_var = self.ds.square() * (forward.scores_var + units.stored) + forward.p.square() * dp_var
 
