@@ -175,7 +175,7 @@ def waiting(kind: int, device_index: int, num_multiprocessors: int) -> Waiting |
 
 
 def waiting_on_host(kind: int) -> Waiting | None:
-    """Registers the plan of a pass of the CPU engine."""
+    """The call of the CPU engine that waits for a plan of this kind, or None likewise."""
     return None if is_checking() or missing_on_host() is not None else _waiting_call(kind)
 
 

@@ -71,8 +71,9 @@ class Report:
 
     def clear(self) -> None:
         """Starts the counts anew."""
-        self.served.clear()
-        self.left_to_torch.clear()
+        with self._lock:
+            self.served.clear()
+            self.left_to_torch.clear()
 
     def count_served(self, name: str) -> None:
         with self._lock:
@@ -83,10 +84,12 @@ class Report:
             self.left_to_torch[name, reason] += 1
 
     def __str__(self) -> str:
-        lines = [f"served by flashtile: {self.served.total()}"]
-        lines += [f"  {count} x {name}" for name, count in self.served.most_common()]
-        lines += [f"left to torch: {self.left_to_torch.total()}"]
-        lines += [f"  {count} x {name}: {reason}" for (name, reason), count in self.left_to_torch.most_common()]
+        with self._lock:
+            served, left = self.served.copy(), self.left_to_torch.copy()
+        lines = [f"served by flashtile: {served.total()}"]
+        lines += [f"  {count} x {name}" for name, count in served.most_common()]
+        lines += [f"left to torch: {left.total()}"]
+        lines += [f"  {count} x {name}: {reason}" for (name, reason), count in left.most_common()]
         lines += [f"not overridden: {name}: {reason}" for name, reason in self.not_overridden.items()]
         return "\n".join(lines)
 
