@@ -7,7 +7,7 @@ BIN := .venv/bin
 # Tests run side by side, one torch thread each: faster than one test on all cores
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
-EXTENSION_SOURCES := setup.py $(wildcard src/flashtile/csrc/* src/flashtile/csrc/cpu/* src/flashtile/csrc/exec/*) src/flashtile/include/flashtile/attn/params.cuh
+EXTENSION_SOURCES := setup.py $(wildcard src/flashtile/csrc/* src/flashtile/csrc/cpu/* src/flashtile/csrc/exec/*) src/flashtile/device/attn/params.cuh
 
 .PHONY: test test-gpu test-install test-integrations test-versions test-thunder test-vllm check sanitize sanitize-cpu lint format bench compile-all docs docs-check wheels site lint-workflows clean
 

@@ -149,10 +149,10 @@ def extensions() -> list[Extension]:
             for path in [
                 *CSRC.rglob("*.h"),
                 *CSRC.rglob("*.inc"),
-                Path("src/flashtile/include/flashtile/attn/params.cuh"),
+                Path("src/flashtile/device/attn/params.cuh"),
             ]
         ],
-        include_dirs=["src/flashtile/include"],
+        include_dirs=["src"],
         define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION)],
         libraries=["torch_cpu"],
         language="c++",

@@ -1,10 +1,20 @@
-"""PTX of a unit by NVRTC, without ptxas: tests/cpu and tests/gpu use it."""
+"""PTX of a unit by NVRTC, without ptxas, and copies of the headers to change: tests/cpu and tests/gpu use it."""
 
 from __future__ import annotations
 
 import ctypes
+import shutil
+from pathlib import Path
 
 from flashtile.runtime import nvrtc, toolchain
+
+
+def copy_headers(target: Path) -> None:
+    """Copies every header to an include root of a test's own."""
+    for header in (nvrtc.INCLUDE / "flashtile").rglob("*.cuh"):
+        copy = target / header.relative_to(nvrtc.INCLUDE)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(header, copy)
 
 
 def ptx_of(unit: str, entry: str, arch: str) -> tuple[bytes, str]:

@@ -18,6 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tensors",),
     ("runtime",),
     ("kernels",),
+    ("families",),
     ("backends",),
     ("ops",),
     ("arguments", "cache_step", "flops", "transforms"),
@@ -37,7 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 # Each of these may be imported by the named layers only, whatever their order.
-ONLY_FOR = {"runtime": {"kernels", "backends", "lab.profile", "lab.ladder", "lab.tiles", "cli"}}
+ONLY_FOR = {"runtime": {"backends", "lab.profile", "lab.ladder", "lab.tiles", "cli"}}
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
 
 

@@ -27,10 +27,10 @@ from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 
+from flashtile import families
 from flashtile.cli.kernel_jobs import keys_of_all_lengths
-from flashtile.kernels import families
+from flashtile.families import Family
 from flashtile.kernels.arch import Arch, arch_named
-from flashtile.kernels.families import Family
 from flashtile.kernels.spec import CallLayout, Features, PlanKey
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))

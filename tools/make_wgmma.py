@@ -1,4 +1,4 @@
-"""Writes include/flashtile/ptx/wgmma_ops.cuh: one wrapper per wgmma shape and dtype. `--check` fails if the file is
+"""Writes device/ptx/wgmma_ops.cuh: one wrapper per wgmma shape and dtype. `--check` fails if the file is
 stale."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import sys
 
 import generated
 
-FILE = generated.SOURCES / "include/flashtile/ptx/wgmma_ops.cuh"
+FILE = generated.SOURCES / "device/ptx/wgmma_ops.cuh"
 # N: keys of a tile for S = Q K^T, head dims for O = P V
 COLUMNS = (32, 64, 80, 96, 112, 128, 144, 160, 176, 192, 256)
 DTYPES = {"bf16_t": "bf16", "half_t": "f16"}
@@ -21,7 +21,7 @@ HEAD = """\
 // clang-format off
 #pragma once
 
-#include "flashtile/core/types.cuh"
+#include "flashtile/device/core/types.cuh"
 
 namespace flashtile {
 

@@ -1,4 +1,4 @@
-"""Measures the times by which families and backends are chosen, and writes them into src/flashtile/kernels/speeds.csv.
+"""Measures the times by which families and backends are chosen, and writes them into src/flashtile/families/speeds.csv.
 
 PYTHONPATH=src python tools/measure_speeds.py [--device cpu] [--op backward] [--dtype bfloat16] [--size small]
 
@@ -31,8 +31,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashtile
+from flashtile import families
 from flashtile.backends import cuda, registry
-from flashtile.kernels import assemble, families, speeds
+from flashtile.families import assemble, speeds
 from flashtile.lab.bench import device as facts
 
 HEADER = ("arch", "op", "dtype", "head_dim", "option", "size", "provider", "us")

@@ -38,13 +38,12 @@ from typing import Any
 
 import torch
 
-from flashtile import ops
+from flashtile import families, ops
 from flashtile.backends import executor, native, registry
 from flashtile.backends.base import GradNeeds, device_arch
 from flashtile.cli.kernel_jobs import head_dims
-from flashtile.kernels import assemble, families
+from flashtile.families import Family, assemble
 from flashtile.kernels.arch import Arch
-from flashtile.kernels.families import Family
 from flashtile.kernels.mutation import Mutation, mutations
 from flashtile.kernels.plan import LaunchPlan
 from flashtile.kernels.spec import DTYPES, CallLayout, Features, PlanKey

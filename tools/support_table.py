@@ -16,11 +16,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from flashtile import families
 from flashtile.backends import registry
 from flashtile.backends.base import Backend
-from flashtile.kernels import families, speeds
+from flashtile.families import speeds
+from flashtile.families.base import REFUSED_FEATURES
 from flashtile.kernels.arch import ARCHS, MEASURED_ARCH
-from flashtile.kernels.families.base import REFUSED_FEATURES
 from flashtile.problem import Problem
 from flashtile.testing import Case
 

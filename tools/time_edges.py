@@ -20,9 +20,9 @@ from time_packed import compile_all
 from torch import Tensor
 
 import flashtile
+from flashtile import families
 from flashtile.backends import native
-from flashtile.kernels import families
-from flashtile.kernels.assemble import clear_plans
+from flashtile.families.assemble import clear_plans
 from flashtile.lab.bench import device as facts
 from flashtile.lab.bench.rows import Environment, Writer
 from flashtile.lab.bench.timing import capture, median_ms

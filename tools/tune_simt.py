@@ -1,5 +1,5 @@
 """Times the tiles of the simt backward kernels, full and causal, float32, B=4 H=16 S=4096. They order the lines of
-kernels/families/tiles.csv.
+families/tiles.csv.
 
 PYTHONPATH=src python tools/tune_simt.py        writes results/<device>/simt_tiles.csv; of the forward: flashtile bench
 --tiles
@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
+from flashtile import families
 from flashtile.backends import call, cuda, executor
-from flashtile.kernels import assemble, families
-from flashtile.kernels.families import Tile
+from flashtile.families import Tile, assemble
 from flashtile.kernels.spec import CallLayout, Features, PlanKey
 from flashtile.lab.bench import device as facts
 from flashtile.lab.bench.timing import median_ms

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from flashtile.backends import cuda, executor, native
-from flashtile.kernels import assemble
+from flashtile.families import assemble
 from flashtile.kernels.arch import ARCHS
 from flashtile.runtime import cache, driver, extension, kept
 

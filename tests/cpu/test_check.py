@@ -21,11 +21,11 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from flashtile import families
 from flashtile.backends import dropout, registry
 from flashtile.backends.tiled import BLOCK_N, TiledBackend
 from flashtile.cli import check as command
 from flashtile.cli.main import app
-from flashtile.kernels import families
 from flashtile.kernels.mutation import Mutation, mutations
 from flashtile.lab.bench.terminal import INTERRUPTED
 from flashtile.lab.check import mutants, runner, workers

@@ -9,9 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from flashtile import families
 from flashtile.backends import reference, registry
 from flashtile.cli.main import app
-from flashtile.kernels import families
 from flashtile.kernels.arch import arch_named
 from flashtile.lab.check.float32 import Float32Drawer, split_families
 from flashtile.lab.check.judge import forced, judge

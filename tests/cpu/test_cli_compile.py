@@ -12,13 +12,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from flashtile import families
 from flashtile.backends import numba, registry
 from flashtile.cli import compile as compile_command
 from flashtile.cli import info as info_command
 from flashtile.cli import kernel_jobs
 from flashtile.cli.main import app
 from flashtile.errors import unsupported
-from flashtile.kernels import families
 from flashtile.kernels.arch import ARCHS, Arch
 from flashtile.kernels.spec import DTYPES, Features
 from flashtile.runtime import cache, toolchain

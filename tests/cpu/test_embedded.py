@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from flashtile import families
 from flashtile.backends import cuda
 from flashtile.cli import kernel_jobs
 from flashtile.cli.main import app
 from flashtile.errors import Unsupported
-from flashtile.kernels import assemble, families
+from flashtile.families import assemble
 from flashtile.kernels.arch import ARCHS
 from flashtile.kernels.spec import DTYPES, Features, PlanKey
 from flashtile.runtime import cache, nvrtc, toolchain

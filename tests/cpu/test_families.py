@@ -19,13 +19,14 @@ import pytest
 import torch
 
 import flashtile
+from flashtile import families
 from flashtile.backends import cuda, native
 from flashtile.cli import compile as compile_command
 from flashtile.cli import kernel_jobs
 from flashtile.errors import Unsupported
-from flashtile.kernels import assemble, families, mutation, speeds
+from flashtile.families import assemble, speeds, tiles
+from flashtile.kernels import mutation
 from flashtile.kernels.arch import ARCHS, arch_here, arch_named, arch_of
-from flashtile.kernels.families import tiles
 from flashtile.kernels.length_class import ManyScores
 from flashtile.kernels.spec import DTYPES, CallLayout, Features, PlanKey
 from flashtile.lab.check import mutants

@@ -9,9 +9,10 @@ from collections import Counter
 import pytest
 import torch
 
+from flashtile import families
 from flashtile.backends import executor
 from flashtile.backends.call import scalars_of, tensors_of
-from flashtile.kernels import assemble, families
+from flashtile.families import assemble
 from flashtile.kernels.arch import ARCHS
 from flashtile.kernels.spec import CallLayout, Features, PlanKey
 from flashtile.problem import AttentionArgs, Shape, shape_of

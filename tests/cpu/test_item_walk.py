@@ -1,5 +1,5 @@
-"""The items and key tiles of the Hopper forward for short sequences (attn/item_walk.cuh), by the header that the kernel
-includes, compiled for the host; and its barriers (kernels/fwd_sm90_short.cuh), as a model."""
+"""The items and key tiles of the Hopper forward for short sequences (families/fwd_sm90_short/item_walk.cuh), by the
+header that the kernel includes, compiled for the host; and its barriers (fwd_sm90_short.cuh), as a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONSUMERS, STAGES, BLOCK_N = 3, 4, 64
 SOURCE = (
     BUILTINS
     + f"""
-#include "flashtile/attn/item_walk.cuh"
+#include "flashtile/families/fwd_sm90_short/item_walk.cuh"
 using namespace flashtile;
 template <bool kIsOneTile_>
 struct Config {{

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from flashtile import families
 from flashtile.cli import compile as compile_command
 from flashtile.cli import kernel_jobs
-from flashtile.kernels import assemble, families
+from flashtile.families import assemble
+from flashtile.families.fwd_sm90.family import stores_by_tma
 from flashtile.kernels.arch import ARCHS
-from flashtile.kernels.families.fwd_sm90 import stores_by_tma
 from flashtile.kernels.params import Params
 from flashtile.kernels.spec import DTYPES, CallLayout, Features, PlanKey
 from flashtile.runtime import cache, nvrtc, toolchain

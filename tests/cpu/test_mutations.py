@@ -8,7 +8,6 @@ import functools
 import itertools
 import random
 import re
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -17,10 +16,11 @@ from pathlib import Path
 import fake_gpu
 import pytest
 import torch
-from ptx import ptx_of
+from ptx import copy_headers, ptx_of
 
+from flashtile import families
 from flashtile.backends import native, registry
-from flashtile.kernels import assemble, families
+from flashtile.families import assemble
 from flashtile.kernels.arch import ARCHS
 from flashtile.kernels.mutation import is_broken, mutations, planted
 from flashtile.kernels.spec import CallLayout, Features, PlanKey
@@ -94,7 +94,7 @@ BIASED = Features(bias_dtype="float32")
 
 
 def headers():
-    return [path for path in nvrtc.INCLUDE.rglob("*.cuh") if path.name != "mutation.cuh"]
+    return [path for path in (nvrtc.INCLUDE / "flashtile").rglob("*.cuh") if path.name != "mutation.cuh"]
 
 
 def write(features: Features, is_wide: bool = False, is_first: bool = False) -> dict[str, tuple[str, str]]:
@@ -181,9 +181,9 @@ def test_without_faults_the_headers_give_the_same_ptx(tmp_path, monkeypatch, see
     """Of a third of the kernels, drawn anew in each run."""
     kernels = random.Random(seed).sample(sorted(units()), len(units()) // 3)
     expected = {name: plain_ptx(name) for name in kernels}
-    shutil.copytree(nvrtc.INCLUDE, tmp_path / "include")
+    copy_headers(tmp_path / "include")
     monkeypatch.setattr(nvrtc, "INCLUDE", tmp_path / "include")
-    (tmp_path / "include" / "flashtile" / "core" / "mutation.cuh").write_text("#pragma once\n")
+    (tmp_path / "include" / "flashtile" / "device" / "core" / "mutation.cuh").write_text("#pragma once\n")
     for path in headers():
         path.write_text(WORDS_BEFORE.sub("", WRONG_LINE.sub("", path.read_text())))
         assert "mutates" not in path.read_text()

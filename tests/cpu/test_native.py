@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
-from flashtile import ops
+from flashtile import families, ops
 from flashtile.backends import cuda, executor, native, registry
 from flashtile.backends.executor import Launch
 from flashtile.backends.kvcache import AppendArgs
+from flashtile.families import assemble
 from flashtile.integrations import torch_flash
-from flashtile.kernels import assemble, families
 from flashtile.kernels import plan as plans
 from flashtile.kernels.params import AppendParams, DecodeSm90Params, Params
 from flashtile.lab.check.draw import Drawer

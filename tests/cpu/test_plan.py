@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from flashtile import ops
+from flashtile import families, ops
 from flashtile.backends import call, cuda, dropout, executor
 from flashtile.errors import Unsupported
-from flashtile.kernels import assemble, families
+from flashtile.families import assemble
+from flashtile.families import steps as family_steps
 from flashtile.kernels.arch import ARCHS
-from flashtile.kernels.families import bwd_sm90
-from flashtile.kernels.families import steps as family_steps
 from flashtile.kernels.length_class import PackedHeads
 from flashtile.kernels.params import Params
 from flashtile.kernels.plan import Factor, LaunchPlan, Memset, Step
@@ -330,8 +329,9 @@ def test_some_workspaces_are_needed_without_splits() -> None:
 
 def test_kernels_without_tiles_have_the_sizes_that_plans_launch_them_with() -> None:
     """A combination that no lane has a column for would be left out without a word."""
-    kernels = (f"kernels/{name}" for name in ("fwd_combine", "bwd_preprocess", "bwd_sm90_steps", "mask_bits"))
-    text = "".join((nvrtc.INCLUDE / "flashtile" / f"{name}.cuh").read_text() for name in (*kernels, "attn/mask_bits"))
+    names = ("fwd_combine", "bwd_preprocess", "bwd_sm90_steps", "mask_bits")
+    headers = (*(f"families/steps/{name}.cuh" for name in names), "device/attn/mask_bits.cuh")
+    text = "".join((nvrtc.INCLUDE / "flashtile" / header).read_text() for header in headers)
     sizes = {name: int(value) for name, value in re.findall(r"constexpr i32 (k\w+) = (\d+);", text)}
     assert (sizes["kMaskGroup"], sizes["kMaskWord"], sizes["kMaskBitsThreads"]) == (
         family_steps.MASK_GROUP,
@@ -346,7 +346,10 @@ def test_kernels_without_tiles_have_the_sizes_that_plans_launch_them_with() -> N
         family_steps.PREPROCESS_ROWS,
         family_steps.PREPROCESS_THREADS,
     )
-    assert (sizes["kStepRows"], sizes["kStepThreads"]) == (bwd_sm90.STEP_ROWS, bwd_sm90.STEP_THREADS)
+    assert (sizes["kStepRows"], sizes["kStepThreads"]) == (
+        family_steps.SM90_STEP_ROWS,
+        family_steps.SM90_STEP_THREADS,
+    )
     assert 32 * sizes["kCombineColumns"] >= HEAD_DIMS[-1]
 
 

@@ -11,7 +11,7 @@ import torch
 import flashtile
 from flashtile.backends import registry
 from flashtile.backends.tiled import TiledBackend
-from flashtile.kernels import speeds
+from flashtile.families import speeds
 from flashtile.kernels.arch import ARCHS
 
 

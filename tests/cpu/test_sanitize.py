@@ -21,9 +21,10 @@ import pytest
 import torch
 from ptx import ptx_of
 
+from flashtile import families
 from flashtile.backends import executor, native
 from flashtile.cli.kernel_jobs import head_dims
-from flashtile.kernels import families, mutation
+from flashtile.kernels import mutation
 from flashtile.kernels.arch import ARCHS
 from flashtile.kernels.mutation import mutations
 from flashtile.kernels.spec import DTYPES, CallLayout, Features
@@ -142,7 +143,7 @@ def test_kernels_are_built_for_the_tool_that_watches(sanitize, monkeypatch: pyte
 
 
 PIPELINE = """
-#include "flashtile/tile/pipeline.cuh"
+#include "flashtile/device/tile/pipeline.cuh"
 namespace flashtile {
 static_assert(kArrivalWeight == WEIGHT && kCopiesExactly == IS_EXACT);
 __global__ void arrivals_kernel(const u16* from, i32 count) {

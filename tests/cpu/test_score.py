@@ -17,7 +17,7 @@ import pytest
 from ptx import ptx_of
 from test_tile_order import BUILTINS, COMPILER
 
-from flashtile.kernels import families
+from flashtile import families
 from flashtile.kernels.arch import ARCHS
 from flashtile.kernels.spec import CallLayout, Features, PlanKey
 from flashtile.runtime.nvrtc import INCLUDE
@@ -51,7 +51,7 @@ struct Probe : ScoreFunction<kIsNatural, true> {
 }
 """
 SOURCE = """
-#include "flashtile/attn/score.cuh"
+#include "flashtile/device/attn/score.cuh"
 using namespace flashtile;
 template <class ScoreMod>
 void find(const Params& p, int head, int i, int j, float dot, float lse, float* out) {
@@ -157,9 +157,9 @@ class Element:
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder: Path = tmp_path_factory.mktemp("score")
-    host = folder / "host" / "flashtile" / "core"
+    host = folder / "host" / "flashtile" / "device" / "core"
     host.mkdir(parents=True)
-    math_header = (INCLUDE / "flashtile" / "core" / "math.cuh").read_text()
+    math_header = (INCLUDE / "flashtile" / "device" / "core" / "math.cuh").read_text()
     for name, call in ON_HOST.items():
         math_header = re.sub(rf'asm\("{re.escape(name)} [^;]*;" : "=f"\(y\) : "f"\(x\)\);', f"y = {call};", math_header)
     (host / "math.cuh").write_text(math_header)

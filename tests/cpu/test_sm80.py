@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 from test_kernels import LOCAL_MEMORY, NVDISASM, needs_nvdisasm, opcodes
 
-from flashtile.kernels import families, speeds
+from flashtile import families
+from flashtile.families import Row, speeds
 from flashtile.kernels.arch import ARCHS, Arch
-from flashtile.kernels.families import Row
 from flashtile.kernels.length_class import FewQueries, PackedHeads, RaggedQueries
 from flashtile.kernels.spec import CallLayout, Features, PlanKey
 from flashtile.runtime import cache

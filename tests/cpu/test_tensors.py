@@ -13,7 +13,7 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper
 from torch.utils._pytree import tree_map_only
 
 import flashtile
-from flashtile.kernels import families
+from flashtile import families
 from flashtile.kernels.arch import ARCHS
 from flashtile.problem import AttentionArgs, Problem, is_v_in_k, shape_of
 

@@ -42,9 +42,9 @@ inline int __float_as_int(float x) { int y; std::memcpy(&y, &x, 4); return y; }
 SOURCE = (
     BUILTINS
     + """
-#include "flashtile/attn/key_tile.cuh"
-#include "flashtile/attn/mask_bits.cuh"
-#include "flashtile/attn/scheduler.cuh"
+#include "flashtile/device/attn/key_tile.cuh"
+#include "flashtile/device/attn/mask_bits.cuh"
+#include "flashtile/device/attn/scheduler.cuh"
 using namespace flashtile;
 // order: 0 as they come, 1 pairs under a band, 2 in rotation. cu_seqlens: of packed sequences, or null.
 extern "C" int tiles_of(int block, int grid, int order, int batch, int heads, int seqlen_q, int shares_bias,

@@ -16,12 +16,12 @@ from bench_fakes import ENV, SETTINGS
 from rich.console import Console
 from typer.testing import CliRunner
 
+from flashtile import families
 from flashtile.backends import cuda, executor
 from flashtile.cli.main import app
 from flashtile.errors import Unsupported
-from flashtile.kernels import families
+from flashtile.families import Tile
 from flashtile.kernels.arch import ARCHS
-from flashtile.kernels.families import Tile
 from flashtile.lab.bench import plots
 from flashtile.lab.bench.points import Plan, Point
 from flashtile.lab.bench.providers import Attend, Provider

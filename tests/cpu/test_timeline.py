@@ -19,10 +19,11 @@ from flashtile.lab.bench import plots
 from flashtile.lab.bench.points import Point
 from flashtile.lab.profile import command, problems, timeline
 from flashtile.lab.profile.timeline import Span, Timeline
+from flashtile.runtime import nvrtc
 
 pytestmark = pytest.mark.usefixtures("kept_kernels")
 ENTRY = "loop_kernel"
-UNIT = """#include "flashtile/core/timeline.cuh"
+UNIT = """#include "flashtile/device/core/timeline.cuh"
 extern "C" __global__ void loop_kernel(float* x) {
   for (int step = 0; step < 4; ++step) {
     MARK
@@ -42,13 +43,13 @@ def test_a_mark_is_nothing_in_an_ordinary_build():
 
 def test_kernels_with_marks_are_found():
     assert timeline.has_marks(MARKED.replace("flashtile::mark(flashtile::Phase", "mark(Phase"))
-    assert timeline.has_marks('#include "flashtile/kernels/fwd_sm90.cuh"\n')
-    assert timeline.has_marks('#include "flashtile/kernels/bwd_sm90.cuh"\n')
-    assert not timeline.has_marks('#include "flashtile/kernels/bwd_sm90_steps.cuh"\n')
+    assert timeline.has_marks('#include "flashtile/families/fwd_sm90/fwd_sm90.cuh"\n')
+    assert timeline.has_marks('#include "flashtile/families/bwd_sm90/bwd_sm90.cuh"\n')
+    assert not timeline.has_marks('#include "flashtile/families/steps/bwd_sm90_steps.cuh"\n')
     for kernel in ("fwd_sm90", "bwd_sm90"):  # producer and consumers
-        text = (timeline._HEADER.parents[1] / "kernels" / f"{kernel}.cuh").read_text()
+        text = (nvrtc.INCLUDE / "flashtile" / "families" / kernel / f"{kernel}.cuh").read_text()
         assert {"wait_k_stage", "copy_k", "wait_turn", "issue"} <= set(re.findall(r"mark\(Phase::(\w+)", text))
-    assert not timeline.has_marks('#include "flashtile/core/timeline.cuh"\n')
+    assert not timeline.has_marks('#include "flashtile/device/core/timeline.cuh"\n')
 
 
 def test_the_phases_are_read_from_the_header():

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from flashtile.backends import cuda, executor, native
-from flashtile.kernels import assemble
+from flashtile.families import assemble
 from flashtile.lab.bench import device as facts
 from flashtile.testing import Case, Inputs, assert_agrees, run
 

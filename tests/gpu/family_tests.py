@@ -10,10 +10,10 @@ import torch
 from conftest import check, drawn, precompile
 
 import flashtile
+from flashtile import families
 from flashtile.backends import cuda, executor, native
-from flashtile.kernels import families
+from flashtile.families.assemble import clear_plans
 from flashtile.kernels.arch import arch_named
-from flashtile.kernels.assemble import clear_plans
 from flashtile.kernels.plan import Step
 from flashtile.kernels.spec import Features, PlanKey
 from flashtile.runtime import cache, driver

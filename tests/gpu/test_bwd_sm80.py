@@ -7,7 +7,7 @@ import torch
 from family_tests import FEATURES, LENGTHS, assert_accurate, forced, needs_ampere, problem, taken_by, taken_for
 
 import flashtile
-from flashtile.kernels.families.bwd_sm80 import BwdSm80
+from flashtile.families.bwd_sm80.family import BwdSm80
 
 pytestmark = needs_ampere
 forced_families = forced("bwd_sm80")

@@ -12,8 +12,9 @@ import torch
 from conftest import SEED, check, covered, drawn, precompile
 
 import flashtile
+from flashtile import families
 from flashtile.backends import cuda
-from flashtile.kernels import assemble, families
+from flashtile.families import assemble
 from flashtile.testing import Case
 
 SIMT_HEAD_DIMS = tuple(head_dim for head_dim, _ in families.find("fwd_simt").head_dims)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile.backends import native
-from flashtile.kernels import assemble
+from flashtile.families import assemble
 from flashtile.testing import Case
 
 pytestmark = needs_hopper

@@ -12,8 +12,9 @@ import torch
 from conftest import check
 
 import flashtile
+from flashtile import families
 from flashtile.backends import cuda
-from flashtile.kernels import assemble, families
+from flashtile.families import assemble
 from flashtile.kernels.arch import ARCHS
 from flashtile.testing import Case
 

@@ -10,10 +10,10 @@ from family_tests import FEATURES, assert_accurate, forced, jitter, needs_hopper
 from torch import Tensor
 
 import flashtile
+from flashtile import families
 from flashtile.backends import native, registry
-from flashtile.kernels import assemble, families
-from flashtile.kernels.families import fwd_sm90_f32_direct
-from flashtile.kernels.families.fwd_sm90_f32_direct import FwdSm90F32Direct
+from flashtile.families import assemble, fwd_sm90_f32_direct
+from flashtile.families.fwd_sm90_f32_direct.family import FwdSm90F32Direct
 from flashtile.kernels.length_class import ManyScores
 from flashtile.kernels.mutation import planted
 from flashtile.lab.check.report import Settings

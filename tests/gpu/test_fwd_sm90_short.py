@@ -8,9 +8,9 @@ import torch
 from family_tests import FEATURES, assert_accurate, forced, jitter, needs_hopper, problem
 
 import flashtile
+from flashtile import families
 from flashtile.backends import native
-from flashtile.kernels import families
-from flashtile.kernels.assemble import clear_plans
+from flashtile.families.assemble import clear_plans
 from flashtile.lab.check import mutants
 from flashtile.testing import Case
 

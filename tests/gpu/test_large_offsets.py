@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 import flashtile
+from flashtile import families
 from flashtile.backends import native
-from flashtile.kernels import families
-from flashtile.kernels.assemble import clear_plans
+from flashtile.families.assemble import clear_plans
 
 DEVICE = "cuda"
 ELEMENTS = 1 << 32  # of the large tensors, at least; float32 ones have half of them

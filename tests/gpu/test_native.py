@@ -12,7 +12,7 @@ import torch
 import flashtile
 from flashtile import ops
 from flashtile.backends import executor, native, registry
-from flashtile.kernels import assemble
+from flashtile.families import assemble
 from flashtile.problem import AttentionArgs
 from flashtile.runtime import extension
 from flashtile.testing import Case

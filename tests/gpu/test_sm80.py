@@ -20,7 +20,7 @@ from family_tests import (
 )
 
 import flashtile
-from flashtile.kernels.families.fwd_sm80 import FwdSm80
+from flashtile.families.fwd_sm80.family import FwdSm80
 
 pytestmark = needs_ampere
 forced_families = forced("fwd_sm80")

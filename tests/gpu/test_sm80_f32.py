@@ -10,7 +10,7 @@ import torch
 from family_tests import FEATURES, OTHERS, assert_accurate, forced, needs_ampere, taken_for
 
 import flashtile
-from flashtile.kernels import families
+from flashtile import families
 from flashtile.testing import Case
 
 pytestmark = needs_ampere

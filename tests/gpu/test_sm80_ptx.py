@@ -11,9 +11,9 @@ from conftest import check
 from family_tests import FEATURES, needs_ampere, problem
 from ptx import ptx_of
 
+from flashtile import families
 from flashtile.backends import cuda, executor, native
-from flashtile.kernels import families
-from flashtile.kernels.assemble import clear_plans
+from flashtile.families.assemble import clear_plans
 from flashtile.runtime import driver
 
 pytestmark = needs_ampere

@@ -20,7 +20,7 @@ from family_tests import (
 
 import flashtile
 from flashtile.backends import native
-from flashtile.kernels import assemble
+from flashtile.families import assemble
 from flashtile.runtime import cache, driver
 from flashtile.testing import Case
 

@@ -2,9 +2,9 @@
 // kernels take it for.
 #pragma once
 
-#include "flashtile/ptx/tma.cuh"
-#include "flashtile/ptx/wgmma.cuh"
-#include "flashtile/tile/fragment.cuh"
+#include "flashtile/device/ptx/tma.cuh"
+#include "flashtile/device/ptx/wgmma.cuh"
+#include "flashtile/device/tile/fragment.cuh"
 
 namespace flashtile {
 

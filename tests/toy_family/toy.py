@@ -6,9 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from flashtile.kernels.families.base import Family, Launch, tile_step
-from flashtile.kernels.families.steps import query_grid
-from flashtile.kernels.families.tiles import Kernel, Row
+from flashtile.families.base import Family, Launch, tile_step
+from flashtile.families.steps import query_grid
+from flashtile.families.tiles import Kernel, Row
 from flashtile.kernels.plan import Step
 from flashtile.kernels.spec import CallLayout, PlanKey
 

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile import families
 from flashtile.errors import dtype_name
-from flashtile.kernels import families, speeds
+from flashtile.families import speeds
 from flashtile.kernels.arch import Arch, arch_here
 from flashtile.kernels.spec import features_of
 from flashtile.problem import AttentionArgs, Problem
@@ -88,7 +89,7 @@ class Backend(ABC):
         Devices are checked by the registry."""
 
     def time_us(self, problem: Problem, op: str) -> float | None:
-        """Returns the measured time of the backend for calls like this one (kernels/speeds.py), None where it is not
+        """Returns the measured time of the backend for calls like this one (families/speeds.py), None where it is not
         known. Asked before `refuse`, so it may not be expensive."""
         return families.provider_us(self.name, kind_of(problem, op))
 

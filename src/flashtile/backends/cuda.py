@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from flashtile import families
 from flashtile.backends import executor, kvcache, native
 from flashtile.backends.base import Backend, GradNeeds, Grads, capability
 from flashtile.backends.base import device_arch as _arch
@@ -21,9 +22,9 @@ from flashtile.backends.call import backward_tensors, layout_of, scalars_of, ten
 from flashtile.backends.executor import Launch
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.errors import Unsupported, dtype_name
-from flashtile.kernels import append_kv, assemble, families
+from flashtile.families import Family, Row, assemble
+from flashtile.families.steps import append_kv
 from flashtile.kernels.arch import Arch, arch_named, gpu_named, typical_multiprocessors
-from flashtile.kernels.families import Family, Row
 from flashtile.kernels.plan import LaunchPlan
 from flashtile.kernels.spec import DTYPES, GRADS, PlanKey
 from flashtile.problem import (

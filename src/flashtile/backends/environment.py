@@ -10,9 +10,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+from flashtile import families
 from flashtile.backends import native, registry
 from flashtile.errors import is_switched_on
-from flashtile.kernels import arch, families
+from flashtile.kernels import arch
 from flashtile.problem import is_checking
 from flashtile.runtime import extension, toolchain
 

@@ -17,9 +17,10 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
 
+from flashtile import families
 from flashtile.backends import executor
 from flashtile.errors import value_error
-from flashtile.kernels import assemble, families
+from flashtile.families import assemble
 from flashtile.kernels import plan as plans
 from flashtile.kernels.length_class import LengthClass
 from flashtile.kernels.plan import EnginePass, LaunchPlan, Memset, Step

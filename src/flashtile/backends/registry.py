@@ -1,6 +1,6 @@
 """Choice of the backend that runs an op of a problem, and why not the others.
 
-Of the automatic backends that do not refuse, the fastest is taken by kernels/speeds.csv, forward and backward each.
+Of the automatic backends that do not refuse, the fastest is taken by families/speeds.csv, forward and backward each.
 One whose time is not known keeps its place in the order below. A call that is served more than speeds.SLOW times slower
 than the fastest known way, torch's kernels among them, warns once per reason.
 """
@@ -12,7 +12,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from flashtile import markup
+from flashtile import families, markup
 from flashtile.backends.base import Backend, kind_of
 from flashtile.backends.cpu import CpuBackend
 from flashtile.backends.cuda import CudaBackend
@@ -21,7 +21,7 @@ from flashtile.backends.reference import ReferenceBackend
 from flashtile.backends.tiled import TiledBackend
 from flashtile.backends.triton import TritonBackend
 from flashtile.errors import SlowPathWarning, Unsupported, caller_stacklevel, dtype_name, is_switched_on, value_error
-from flashtile.kernels import families, speeds
+from flashtile.families import speeds
 from flashtile.problem import Problem
 
 BACKENDS: list[Backend] = [

@@ -20,11 +20,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from flashtile import families
 from flashtile.backends import registry
 from flashtile.backends.base import Backend, device_arch
 from flashtile.cli.limits import check_count, check_jobs
 from flashtile.errors import value_error
-from flashtile.kernels import families
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.mutation import Mutation, mutations
 from flashtile.lab.bench import device as facts

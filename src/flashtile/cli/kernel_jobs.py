@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flashtile.kernels import append_kv, families
+from flashtile import families
+from flashtile.families import Family
+from flashtile.families.steps import append_kv
 from flashtile.kernels.arch import Arch
-from flashtile.kernels.families import Family
 from flashtile.kernels.length_class import LengthClass
 from flashtile.kernels.plan import Step
 from flashtile.kernels.spec import DTYPES, CallLayout, Features, PlanKey

@@ -1,7 +1,7 @@
 """Cost of a call over several ranks: the model that chooses a strategy, that `explain_context` prints, and that
 `flashtile distributed simulate` draws.
 
-Compute time is the number of scores of each piece at the measured rate of the kernel (kernels/speeds.csv), and a fixed
+Compute time is the number of scores of each piece at the measured rate of the kernel (families/speeds.csv), and a fixed
 time for each call. A message takes a latency and its bytes at the speed of a link; a link carries one message at a time
 in each direction. Ring: step t starts when step t - 1 is done and its keys are there, and the message of step t + 1 is
 sent when step t - 1 is done. Ulysses: exchange, compute, exchange, nothing overlapped.
@@ -23,7 +23,7 @@ from flashtile.distributed import ulysses
 from flashtile.distributed.pieces import Band, Piece, needed, pieces
 from flashtile.distributed.sharding import Shards, num_rows
 from flashtile.errors import value_error
-from flashtile.kernels import speeds
+from flashtile.families import speeds
 from flashtile.kernels.arch import MEASURED_ARCH
 from flashtile.problem import AttentionArgs, Problem, head_axis
 
@@ -316,7 +316,7 @@ def device_of(args: AttentionArgs) -> Device:
 
 @functools.cache
 def measured_device(device: str, dtype: torch.dtype, head_dim: int, head_dim_v: int) -> Device:
-    """The GPU of kernels/speeds.csv for "cuda", this CPU for "cpu", with the rates of the fastest backend."""
+    """The GPU of families/speeds.csv for "cuda", this CPU for "cpu", with the rates of the fastest backend."""
     arch = MEASURED_ARCH if device == "cuda" else ""
     batch, heads, length = speeds.LARGE[device]
     shapes = ((batch, heads, length, head_dim),) * 2 + ((batch, heads, length, head_dim_v),)

@@ -1,1 +1,1 @@
-"""The kernels that there are, what they take and how they are launched: attention knowledge, no compiler knowledge."""
+"""What turns a call into a launch plan, without knowing a kernel family or a compiler."""

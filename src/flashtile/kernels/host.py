@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-from flashtile.kernels.assemble import assembled, call_values, forward_operands
+from flashtile.kernels.operands import assembled, call_values, forward_operands
 from flashtile.kernels.params import WIDE_NUMBERS, WideParams, field_at
 from flashtile.kernels.plan import (
     ENGINE_DTYPES,

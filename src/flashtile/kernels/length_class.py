@@ -1,6 +1,6 @@
 """Length classes: the only way in which the choice of a kernel may look at the sizes of a call.
 
-A plan's key holds no length. A family (kernels/families/) lists the classes it looks at, and the key holds one small
+A plan's key holds no length. A family (families/) lists the classes it looks at, and the key holds one small
 number for each. The thresholds are data: the C++ executor gets `serialized` and computes the same numbers
 (csrc/exec/length_class.h), so a threshold is written once. A new kind of class is one type here and one case there;
 tests/cpu/test_length_class.py compares the two. `values` are those that lead to different kernels, the value of a long

@@ -1,5 +1,5 @@
-"""The Python mirrors of what kernels take (attn/params.cuh, kernels/append_kv.cuh). Generated units assert that every
-offset agrees."""
+"""The Python mirrors of what kernels (attn/params.cuh) and a float64 pass of the CPU engine take. A family whose
+kernels take more has a mirror of its own, with Params as its base. Generated units assert that every offset agrees."""
 
 from __future__ import annotations
 
@@ -47,15 +47,6 @@ DROPOUT_ORIGIN = ("first_query", "first_key_group", "first_head", "total_heads")
 # In double precision for float64 calls
 WIDE_NUMBERS = ("scale", "scale_log2", "softcap", "softcap_factor", "keep_factor")
 
-_APPEND_POINTERS = (
-    *("k_cache", "v_cache", "k", "v", "cache_seqlens", "block_table", "rotary_cos", "rotary_sin"),
-    *("q", "rotated_q", "seqused_k"),
-)
-_APPEND_STRIDES = ("k_cache", "v_cache", "k", "v", "q", "rotated_q")
-_APPEND_SIZES = (
-    *("batch", "new_rows", "heads_kv", "head_dim", "head_dim_v", "num_pages", "page_size", "pages_per_sequence"),
-    *("num_positions", "rotary_half", "is_interleaved", "seqlen_q", "heads", "is_ordered", "length"),
-)
 _CODES = {ctypes.c_void_p: "P", ctypes.c_int64: "q", ctypes.c_int32: "i", ctypes.c_uint32: "I"}
 _CODES |= {ctypes.c_float: "f", ctypes.c_double: "d"}
 
@@ -77,97 +68,13 @@ class Params(ctypes.Structure):
     ]
 
 
-class AppendParams(ctypes.Structure):
-    """Parameters of append_kv_kernel, by value."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in _APPEND_POINTERS),
-        *((f"{name}_strides", ctypes.c_int64 * 4) for name in _APPEND_STRIDES),
-        ("table_stride", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in _APPEND_SIZES),
-    ]
-
-
-class FwdSm90Params(ctypes.Structure):
-    """Parameters of fwd_sm90_kernel: those of every kernel, and behind them tensor maps on 64-byte boundaries."""
-
-    _fields_ = [
-        ("base", Params),
-        ("_padding", ctypes.c_char * (-ctypes.sizeof(Params) % 64)),
-        *((f"{name}_map", ctypes.c_uint64 * 16) for name in ("q", "k", "v", "out", "bias")),
-    ]
-
-
-class FwdSm90ShortParams(ctypes.Structure):
-    """Parameters of fwd_sm90_short_kernel and bias_fragments_kernel."""
-
-    _fields_ = [
-        ("base", Params),
-        ("_padding", ctypes.c_char * (-ctypes.sizeof(Params) % 64)),
-        *((f"{name}_map", ctypes.c_uint64 * 16) for name in ("q", "k", "v")),
-        ("bias_fragments", ctypes.c_void_p),
-        ("_end", ctypes.c_char * 56),
-    ]
-
-
-class DecodeSm90Params(ctypes.Structure):
-    """Parameters of decode_sm90_kernel."""
-
-    _fields_ = [
-        ("base", Params),
-        ("_padding", ctypes.c_char * (-ctypes.sizeof(Params) % 64)),
-        *((f"{name}_map", ctypes.c_uint64 * 16) for name in ("q", "k", "v")),
-        ("part_flags", ctypes.c_void_p),
-        ("_end", ctypes.c_char * 56),
-    ]
-
-
-class BwdSm90Params(ctypes.Structure):
-    """Parameters of bwd_sm90_kernel."""
-
-    _fields_ = [
-        ("base", Params),
-        ("_padding", ctypes.c_char * (-ctypes.sizeof(Params) % 64)),
-        *((f"{name}_map", ctypes.c_uint64 * 16) for name in ("q", "dout", "k", "v")),
-    ]
-
-
-class BwdSm90WideParams(ctypes.Structure):
-    """Parameters of bwd_sm90_dkdv_kernel and bwd_sm90_dq_kernel."""
-
-    _fields_ = [
-        ("base", Params),
-        ("_padding", ctypes.c_char * (-ctypes.sizeof(Params) % 64)),
-        *((f"{name}_map", ctypes.c_uint64 * 16) for name in ("q", "dout", "k", "v", "k_stream", "v_stream")),
-    ]
-
-
-class Sm90F32Params(ctypes.Structure):
-    """Parameters of the Hopper kernels for float32 and their pre-passes."""
-
-    _fields_ = [
-        ("base", Params),
-        *((name, ctypes.c_void_p) for name in ("q_parts", "k_parts", "v_parts", "dout_parts", "range")),
-    ]
-
-
 class WideParams(ctypes.Structure):
     """Parameters of a float64 pass of the CPU engine (csrc/cpu/engine.h): numbers that replace those of the base."""
 
     _fields_ = [("base", Params), *((name, ctypes.c_double) for name in WIDE_NUMBERS)]
 
 
-Struct = (
-    type[BwdSm90Params]
-    | type[BwdSm90WideParams]
-    | type[WideParams]
-    | type[Params]
-    | type[AppendParams]
-    | type[FwdSm90Params]
-    | type[FwdSm90ShortParams]
-    | type[Sm90F32Params]
-    | type[DecodeSm90Params]
-)
+Struct = type[ctypes.Structure]  # what a kernel is passed by value
 
 # A wider window hides no key of the longest sequence (problem.py: MAX_LENGTH)
 _WIDEST_WINDOW = 2**31 - 1

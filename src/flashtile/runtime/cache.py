@@ -288,7 +288,7 @@ def headers_digest(folder: Path, names: frozenset[str]) -> str:
         name = waiting.pop()
         path, more = folder / name, frozenset[str]()
         if name == _ANY:
-            more = frozenset(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+            more = frozenset(file.relative_to(folder).as_posix() for file in (folder / "flashtile").rglob("*.cuh"))
         elif path.is_file():
             found[name] = path.read_bytes()
             more = _include_names(found[name].decode())
@@ -298,7 +298,8 @@ def headers_digest(folder: Path, names: frozenset[str]) -> str:
 
 
 def _include_names(source: str) -> frozenset[str]:
-    """Returns what a source names in #include, whatever condition it stands under; _ANY for what a macro names."""
+    """Returns what a source names in #include, whatever condition it stands under; _ANY, all headers of flashtile, for
+    what a macro names."""
     return frozenset(_INCLUDE.findall(source))
 
 

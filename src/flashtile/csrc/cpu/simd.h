@@ -7,7 +7,7 @@
 #pragma once
 
 #include "../old_symbols.h"
-#include "flashtile/attn/params.cuh"
+#include "flashtile/device/attn/params.cuh"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-#include "flashtile/core/types.cuh"
+#include "flashtile/device/core/types.cuh"
 
 namespace flashtile {
 

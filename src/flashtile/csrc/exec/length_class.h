@@ -4,7 +4,7 @@
 
 #include <limits>
 
-#include "flashtile/core/types.cuh"
+#include "flashtile/device/core/types.cuh"
 
 namespace flashtile {
 

@@ -11,7 +11,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "flashtile/core/types.cuh"
+#include "flashtile/device/core/types.cuh"
 
 namespace flashtile {
 

@@ -5,7 +5,7 @@
 
 #include <utility>
 
-#include "flashtile/core/types.cuh"
+#include "flashtile/device/core/types.cuh"
 
 namespace flashtile {
 

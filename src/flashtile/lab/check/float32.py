@@ -11,10 +11,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from flashtile import families
 from flashtile.backends.base import device_arch
-from flashtile.kernels import families
+from flashtile.families import Family
 from flashtile.kernels.arch import Arch, typical_multiprocessors
-from flashtile.kernels.families import Family
 from flashtile.lab.check.draw import Drawer, Options, shrink_to
 from flashtile.lab.check.trial import Trial
 from flashtile.problem import LAYOUTS, Problem

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flashtile import ops
+from flashtile import families, ops
 from flashtile.backends import registry
 from flashtile.backends.base import Backend, GradNeeds
 from flashtile.backends.segments import segments
-from flashtile.kernels import assemble, families
+from flashtile.families import assemble
 from flashtile.lab.check.trial import Trial
 from flashtile.problem import AttentionArgs, Problem, page_size, row_axis
 from flashtile.testing import GRADS, OUTPUTS, Inputs, Result, disagreements, expect, oracle, run

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
+from flashtile import families
 from flashtile.backends import registry
 from flashtile.backends.cuda import problem_key
 from flashtile.errors import dtype_name
-from flashtile.kernels import assemble, families
+from flashtile.families import assemble
 from flashtile.kernels.mutation import Mutation, is_broken, mutations, planted
 from flashtile.lab.check.judge import is_alive
 from flashtile.lab.check.report import Report, Settings

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flashtile import families
 from flashtile.errors import dtype_name, value_error
-from flashtile.kernels import families
 from flashtile.lab.dtypes import DTYPES, accepted_names, dtype_key
 from flashtile.problem import CAUSAL_KINDS, LAYOUTS, MAX_HEAD_DIM
 from flashtile.testing import DOUT_MEMORIES, FORWARD_ONLY, KINDS, MEMORIES, VALUES, Case, Inputs

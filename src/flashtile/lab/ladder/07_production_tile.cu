@@ -3,7 +3,7 @@
 // Changed:   four warps instead of eight share a tile twice as tall, so a thread has 8 x 8 scores. K and V have one
 //            buffer each again and are copied half an iteration apart: K(n + 1) while P(n) V(n) is computed, V(n + 1)
 //            while S(n + 1) is. The exponential is the bare ex2 instruction. This is the tile of the production kernel,
-//            include/flashtile/kernels/fwd_simt.cuh.
+//            families/fwd_simt/fwd_simt.cuh.
 // Why:       06 is bound by shared loads, near 2 bytes for each FMA; a larger block of scores for each thread halves
 //            them.
 // Predicted: shared bytes per FMA from 2 to 1: FMA issue binds. 104 KiB and 128 threads a block: two blocks, 8 warps,

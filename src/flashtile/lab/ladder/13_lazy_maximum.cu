@@ -5,7 +5,7 @@
 //            whose body has no compare. A warp skips the tiles above its own diagonal. Addresses are a lane's first
 //            one, an XOR and a constant; only the last tile checks its rows; the first product of S starts from no
 //            registers. That leaves room for tiles of 48 keys at d 128. This is the design of the production kernel,
-//            include/flashtile/kernels/fwd_sm80.cuh.
+//            families/fwd_sm80/fwd_sm80.cuh.
 // Why:       in 12 a warp spends 64 multiplications on O and 4 exponentials on factors with every tile, though maxima
 //            hardly rise after the first tiles; it compares every score, and half of its 1370 instructions a tile
 //            compute addresses and bounds.

@@ -2,7 +2,7 @@
 //
 // Changed:   the grid has as many blocks as the GPU has multiprocessors. Each takes every gridDim-th query tile; the
 //            producer runs ahead into the next one. Under a causal mask tiles are ordered by length inside sections
-//            of 16 heads, whose K and V stay in L2. This is the design of include/flashtile/kernels/fwd_sm90.cuh.
+//            of 16 heads, whose K and V stay in L2. This is the design of families/fwd_sm90/fwd_sm90.cuh.
 // Why:       in 17 a block starts with empty stages and ends with stores, while nothing else runs on its
 //            multiprocessor; and the last blocks of a causal grid leave most multiprocessors idle.
 // Predicted: prologue and epilogue overlap with products: 1.04 times as fast full, 1.1 causal. At least 0.9 of the

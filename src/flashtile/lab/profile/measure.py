@@ -12,7 +12,7 @@ import torch
 from flashtile import api
 from flashtile.backends import cuda, registry
 from flashtile.errors import Unsupported
-from flashtile.kernels import assemble
+from flashtile.families import assemble
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.plan import Step
 from flashtile.lab.bench.points import Point

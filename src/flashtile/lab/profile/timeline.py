@@ -29,7 +29,7 @@ from flashtile.lab.bench.tables import Table
 from flashtile.problem import AttentionArgs
 from flashtile.runtime import nvrtc
 
-_HEADER = nvrtc.INCLUDE / "flashtile" / "core" / "timeline.cuh"
+_HEADER = nvrtc.INCLUDE / "flashtile" / "device" / "core" / "timeline.cuh"
 _INCLUDE = re.compile(r'^#include "(flashtile/[^"]+)"', re.MULTILINE)
 _PHASE = re.compile(r"^  (\w+), +// (wait|work): (.*)$", re.MULTILINE)
 _MAX_WARPS = 32

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile import families
 from flashtile.backends import cuda, executor
 from flashtile.backends.call import scalars_of, tensors_of
 from flashtile.errors import dtype_name, unsupported, value_error
-from flashtile.kernels import families
+from flashtile.families import Row, Tile
 from flashtile.kernels.arch import Arch
-from flashtile.kernels.families import Row, Tile
 from flashtile.kernels.plan import Step
 from flashtile.kernels.spec import CallLayout, Features, PlanKey
 from flashtile.lab.bench import providers
