@@ -1,5 +1,4 @@
-"""Writes device/ptx/wgmma_ops.cuh: one wrapper per wgmma shape and dtype. `--check` fails if the file is
-stale."""
+"""Writes device/ptx/wgmma_ops.cuh: one wrapper per wgmma shape and dtype. `--check` fails if the file is stale."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Makes a launch plan from a key and a layout. The family says what is launched (base.py: Launch); what every pass is
-told of its tensors is in kernels/operands.py."""
+"""Makes a launch plan from a key and a layout: what the family launches (base.py: Launch), and what every pass is told
+of its tensors (kernels/operands.py)."""
 
 from __future__ import annotations
 

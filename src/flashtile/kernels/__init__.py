@@ -1,1 +1,1 @@
-"""What turns a call into a launch plan, without knowing a kernel family or a compiler."""
+"""The way from a call to a launch plan, as far as it knows neither a kernel family nor a compiler."""

@@ -1,5 +1,4 @@
-"""What every pass is told of its tensors, whatever it launches: operands, values, the image of the parameters and its
-patches."""
+"""The part of a launch plan that no family decides: operands, values, the image of the parameters and its patches."""
 
 from __future__ import annotations
 
