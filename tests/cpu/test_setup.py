@@ -64,6 +64,17 @@ def test_the_extension_can_be_left_out(tmp_path: Path) -> None:
     assert not (tmp_path / "lib" / "flashtile" / "csrc").exists()
 
 
+def test_a_build_holds_every_module_header_and_table(tmp_path: Path) -> None:
+    assert build(tmp_path, FLASHTILE_EXTENSION="0").returncode == 0
+    suffixes = (".py", ".cuh", ".cu", ".csv")
+    there, built = (
+        {path.relative_to(root).as_posix() for path in root.rglob("*") if path.suffix in suffixes}
+        for root in (ROOT / "src" / "flashtile", tmp_path / "lib" / "flashtile")
+    )
+    assert built == there
+    assert {"families/tiles.csv", "families/fwd_sm90/fwd_sm90.cuh", "device/core/types.cuh"} <= built
+
+
 def test_other_values_are_refused(tmp_path: Path) -> None:
     done = build(tmp_path, FLASHTILE_EXTENSION="no")
     assert done.returncode != 0
