@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("problem",),
     ("tensors",),
     ("runtime",),
-    ("kernels",),
+    ("plans",),
     ("families",),
     ("backends",),
     ("ops",),

@@ -30,8 +30,8 @@ from pathlib import Path
 from flashtile import families
 from flashtile.cli.kernel_jobs import keys_of_all_lengths
 from flashtile.families import Family
-from flashtile.kernels.arch import Arch, arch_named
-from flashtile.kernels.spec import CallLayout, Features, PlanKey
+from flashtile.plans.arch import Arch, arch_named
+from flashtile.plans.spec import CallLayout, Features, PlanKey
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from ptx import ptx_of

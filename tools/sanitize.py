@@ -43,14 +43,14 @@ from flashtile.backends import executor, native, registry
 from flashtile.backends.base import GradNeeds, device_arch
 from flashtile.cli.kernel_jobs import head_dims
 from flashtile.families import Family, assemble
-from flashtile.kernels.arch import Arch
-from flashtile.kernels.mutation import Mutation, mutations
-from flashtile.kernels.plan import LaunchPlan
-from flashtile.kernels.spec import DTYPES, CallLayout, Features, PlanKey
 from flashtile.lab.bench import device as facts
 from flashtile.lab.check import mutants
 from flashtile.lab.check.judge import warm
 from flashtile.lab.check.trial import Trial
+from flashtile.plans.arch import Arch
+from flashtile.plans.mutation import Mutation, mutations
+from flashtile.plans.plan import LaunchPlan
+from flashtile.plans.spec import DTYPES, CallLayout, Features, PlanKey
 from flashtile.runtime import cache
 from flashtile.runtime.nvrtc import Compiled
 from flashtile.testing import Case

@@ -21,7 +21,7 @@ from flashtile.backends import registry
 from flashtile.backends.base import Backend
 from flashtile.families import speeds
 from flashtile.families.base import REFUSED_FEATURES
-from flashtile.kernels.arch import ARCHS, MEASURED_ARCH
+from flashtile.plans.arch import ARCHS, MEASURED_ARCH
 from flashtile.problem import Problem
 from flashtile.testing import Case
 

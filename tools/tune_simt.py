@@ -17,9 +17,9 @@ import torch
 from flashtile import families
 from flashtile.backends import call, cuda, executor
 from flashtile.families import Tile, assemble
-from flashtile.kernels.spec import CallLayout, Features, PlanKey
 from flashtile.lab.bench import device as facts
 from flashtile.lab.bench.timing import median_ms
+from flashtile.plans.spec import CallLayout, Features, PlanKey
 from flashtile.problem import AttentionArgs
 
 BATCH, HEADS, SEQLEN, ROUNDS = 4, 16, 4096, 7

@@ -27,7 +27,7 @@ from flashtile.backends import kvcache, registry
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.backends.registry import Explanation
 from flashtile.errors import Unsupported, quoted, renamed, type_error, unknown_option, unsupported, value_error
-from flashtile.kernels.arch import arch_named, gpu_named, known_names
+from flashtile.plans.arch import arch_named, gpu_named, known_names
 from flashtile.problem import (
     NUM_TENSORS,
     AttentionArgs,

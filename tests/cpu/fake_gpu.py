@@ -14,7 +14,7 @@ import torch
 
 from flashtile.backends import cuda, executor, native
 from flashtile.families import assemble
-from flashtile.kernels.arch import ARCHS
+from flashtile.plans.arch import ARCHS
 from flashtile.runtime import cache, driver, extension, kept
 
 NUM_MULTIPROCESSORS = 132

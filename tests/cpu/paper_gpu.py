@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from flashtile import testing
 from flashtile.backends import cuda, executor
 from flashtile.backends.base import Grads
-from flashtile.kernels.mutation import is_broken
+from flashtile.plans.mutation import is_broken
 from flashtile.problem import AttentionArgs, Problem, Shape
 from flashtile.runtime import cache, driver
 from flashtile.testing import Inputs, Result, rule

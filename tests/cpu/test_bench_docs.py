@@ -16,11 +16,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from flashtile.cli.main import app
-from flashtile.kernels.mutation import Mutation
 from flashtile.lab.bench import plots
 from flashtile.lab.bench.command import run_sweep
 from flashtile.lab.check.mutants import Hunt
 from flashtile.lab.check.report import Report
+from flashtile.plans.mutation import Mutation
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOOL = REPOSITORY / "tools" / "make_docs.py"

@@ -26,7 +26,6 @@ from flashtile.backends import dropout, registry
 from flashtile.backends.tiled import BLOCK_N, TiledBackend
 from flashtile.cli import check as command
 from flashtile.cli.main import app
-from flashtile.kernels.mutation import Mutation, mutations
 from flashtile.lab.bench.terminal import INTERRUPTED
 from flashtile.lab.check import mutants, runner, workers
 from flashtile.lab.check.decode import DecodeDrawer
@@ -37,6 +36,7 @@ from flashtile.lab.check.report import Report, Settings
 from flashtile.lab.check.runner import check, check_trials, judge_all
 from flashtile.lab.check.shrink import candidates
 from flashtile.lab.check.trial import Trial
+from flashtile.plans.mutation import Mutation, mutations
 from flashtile.problem import Problem, shape_of
 from flashtile.testing import DOUT_MEMORIES, FORWARD_ONLY, KINDS, MEMORIES, VALUES, Case
 

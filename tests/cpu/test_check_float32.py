@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 from flashtile import families
 from flashtile.backends import reference, registry
 from flashtile.cli.main import app
-from flashtile.kernels.arch import arch_named
 from flashtile.lab.check.float32 import Float32Drawer, split_families
 from flashtile.lab.check.judge import forced, judge
 from flashtile.lab.check.report import Settings
 from flashtile.lab.check.runner import check
 from flashtile.lab.check.trial import Trial
+from flashtile.plans.arch import arch_named
 from flashtile.testing import Case, Result, disagreements, expect
 
 EDGES = (32, 64, 128)

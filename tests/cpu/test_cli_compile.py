@@ -19,8 +19,8 @@ from flashtile.cli import info as info_command
 from flashtile.cli import kernel_jobs
 from flashtile.cli.main import app
 from flashtile.errors import unsupported
-from flashtile.kernels.arch import ARCHS, Arch
-from flashtile.kernels.spec import DTYPES, Features
+from flashtile.plans.arch import ARCHS, Arch
+from flashtile.plans.spec import DTYPES, Features
 from flashtile.runtime import cache, toolchain
 from flashtile.runtime.nvrtc import Compiled, CompileError
 from flashtile.runtime.toolchain import Toolchain

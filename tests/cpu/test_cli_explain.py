@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import flashtile
 from flashtile.cli.main import app
-from flashtile.kernels.arch import ARCHS, GPUS, arch_named, gpu_named, typical_multiprocessors
+from flashtile.plans.arch import ARCHS, GPUS, arch_named, gpu_named, typical_multiprocessors
 
 
 def ask(text: str, status: int = 0) -> str:

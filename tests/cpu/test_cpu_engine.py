@@ -14,7 +14,7 @@ import torch
 
 import flashtile
 from flashtile import ops
-from flashtile.kernels.params import WideParams
+from flashtile.plans.params import WideParams
 from flashtile.runtime import extension
 from flashtile.testing import Case, Result, assert_agrees, dropout_mask, oracle, run
 

@@ -19,8 +19,8 @@ from flashtile.cli import kernel_jobs
 from flashtile.cli.main import app
 from flashtile.errors import Unsupported
 from flashtile.families import assemble
-from flashtile.kernels.arch import ARCHS
-from flashtile.kernels.spec import DTYPES, Features, PlanKey
+from flashtile.plans.arch import ARCHS
+from flashtile.plans.spec import DTYPES, Features, PlanKey
 from flashtile.runtime import cache, nvrtc, toolchain
 
 HOPPER = ARCHS[90].name

@@ -25,11 +25,11 @@ from flashtile.cli import compile as compile_command
 from flashtile.cli import kernel_jobs
 from flashtile.errors import Unsupported
 from flashtile.families import assemble, speeds, tiles
-from flashtile.kernels import mutation
-from flashtile.kernels.arch import ARCHS, arch_here, arch_named, arch_of
-from flashtile.kernels.length_class import ManyScores
-from flashtile.kernels.spec import DTYPES, CallLayout, Features, PlanKey
 from flashtile.lab.check import mutants
+from flashtile.plans import mutation
+from flashtile.plans.arch import ARCHS, arch_here, arch_named, arch_of
+from flashtile.plans.length_class import ManyScores
+from flashtile.plans.spec import DTYPES, CallLayout, Features, PlanKey
 from flashtile.problem import Problem, Shape
 from flashtile.testing import Case
 

@@ -13,8 +13,8 @@ from flashtile import families
 from flashtile.backends import executor
 from flashtile.backends.call import scalars_of, tensors_of
 from flashtile.families import assemble
-from flashtile.kernels.arch import ARCHS
-from flashtile.kernels.spec import CallLayout, Features, PlanKey
+from flashtile.plans.arch import ARCHS
+from flashtile.plans.spec import CallLayout, Features, PlanKey
 from flashtile.problem import AttentionArgs, Shape, shape_of
 
 GRADS = ("dq", "dk", "dv")

@@ -14,7 +14,7 @@ import flashtile
 from flashtile import Unsupported
 from flashtile.backends import base, environment
 from flashtile.cli import info
-from flashtile.kernels.arch import ARCHS
+from flashtile.plans.arch import ARCHS
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = (ROOT / "setup.py", ROOT / "tools" / "build_backend.py")

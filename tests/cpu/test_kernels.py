@@ -21,9 +21,9 @@ from flashtile.cli import compile as compile_command
 from flashtile.cli import kernel_jobs
 from flashtile.families import assemble
 from flashtile.families.fwd_sm90.family import stores_by_tma
-from flashtile.kernels.arch import ARCHS
-from flashtile.kernels.params import Params
-from flashtile.kernels.spec import DTYPES, CallLayout, Features, PlanKey
+from flashtile.plans.arch import ARCHS
+from flashtile.plans.params import Params
+from flashtile.plans.spec import DTYPES, CallLayout, Features, PlanKey
 from flashtile.runtime import cache, nvrtc, toolchain
 from flashtile.runtime.nvrtc import CompileError
 

@@ -23,7 +23,6 @@ from typer.testing import CliRunner
 
 from flashtile import Unsupported
 from flashtile.cli.main import app
-from flashtile.kernels.arch import ARCHS
 from flashtile.lab.bench import plots
 from flashtile.lab.bench.points import Plan, Point
 from flashtile.lab.bench.providers import Attend, Provider
@@ -36,6 +35,7 @@ from flashtile.lab.ladder.rungs import Variables
 from flashtile.lab.profile import gpu
 from flashtile.lab.profile import ncu as profiler
 from flashtile.lab.profile.ceilings import Ceilings
+from flashtile.plans.arch import ARCHS
 from flashtile.runtime import toolchain
 from flashtile.runtime.nvrtc import CompileError
 

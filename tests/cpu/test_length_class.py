@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from flashtile.backends import native
-from flashtile.kernels.length_class import (
+from flashtile.plans.length_class import (
     FewQueries,
     KeySteps,
     LongLengths,

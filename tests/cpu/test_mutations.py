@@ -21,14 +21,14 @@ from ptx import copy_headers, ptx_of
 from flashtile import families
 from flashtile.backends import native, registry
 from flashtile.families import assemble
-from flashtile.kernels.arch import ARCHS
-from flashtile.kernels.mutation import is_broken, mutations, planted
-from flashtile.kernels.spec import CallLayout, Features, PlanKey
 from flashtile.lab.check import mutants
 from flashtile.lab.check.judge import warm
 from flashtile.lab.check.report import Report, Settings
 from flashtile.lab.check.runner import drawn
 from flashtile.lab.check.trial import Trial
+from flashtile.plans.arch import ARCHS
+from flashtile.plans.mutation import is_broken, mutations, planted
+from flashtile.plans.spec import CallLayout, Features, PlanKey
 from flashtile.runtime import cache, nvrtc, toolchain
 
 ARCH = ARCHS[90]

@@ -28,9 +28,9 @@ from flashtile.backends.executor import Launch
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.families import assemble
 from flashtile.integrations import torch_flash
-from flashtile.kernels import plan as plans
-from flashtile.kernels.params import AppendParams, DecodeSm90Params, Params
 from flashtile.lab.check.draw import Drawer
+from flashtile.plans import plan as plans
+from flashtile.plans.params import AppendParams, DecodeSm90Params, Params
 from flashtile.problem import DENSE_FIELDS, AttentionArgs, Problem, is_aligned16
 from flashtile.runtime import driver, extension
 from flashtile.testing import GRADS, Case

@@ -19,10 +19,10 @@ from flashtile.backends import call, cuda, dropout, executor
 from flashtile.errors import Unsupported
 from flashtile.families import assemble
 from flashtile.families import steps as family_steps
-from flashtile.kernels.arch import ARCHS
-from flashtile.kernels.length_class import PackedHeads
-from flashtile.kernels.params import Params
-from flashtile.kernels.plan import Factor, LaunchPlan, Memset, Step
+from flashtile.plans.arch import ARCHS
+from flashtile.plans.length_class import PackedHeads
+from flashtile.plans.params import Params
+from flashtile.plans.plan import Factor, LaunchPlan, Memset, Step
 from flashtile.problem import AttentionArgs, Shape, head_axis, key_window, page_size, row_axis, shape_of, softmax_scale
 from flashtile.runtime import nvrtc
 from flashtile.testing import GRADS, Case

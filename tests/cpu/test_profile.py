@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 
 from flashtile import Unsupported
 from flashtile.cli.main import app
-from flashtile.kernels.arch import ARCHS
 from flashtile.lab.bench.load import Load
 from flashtile.lab.bench.points import Point
 from flashtile.lab.bench.rows import read
@@ -30,6 +29,7 @@ from flashtile.lab.ladder import command as ladder_command
 from flashtile.lab.profile import ceilings, command, figures, measure, ncu, problems, tables
 from flashtile.lab.profile.ceilings import Ceilings
 from flashtile.lab.profile.rows import KernelRow
+from flashtile.plans.arch import ARCHS
 
 pytestmark = pytest.mark.usefixtures("kept_kernels")
 # The kernels of six calls: the forward pass of three providers, then the backward pass. Times in ns; the counters of

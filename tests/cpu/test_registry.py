@@ -12,7 +12,7 @@ import flashtile
 from flashtile.backends import registry
 from flashtile.backends.tiled import TiledBackend
 from flashtile.families import speeds
-from flashtile.kernels.arch import ARCHS
+from flashtile.plans.arch import ARCHS
 
 
 class Picky(TiledBackend):

@@ -24,12 +24,12 @@ from ptx import ptx_of
 from flashtile import families
 from flashtile.backends import executor, native
 from flashtile.cli.kernel_jobs import head_dims
-from flashtile.kernels import mutation
-from flashtile.kernels.arch import ARCHS
-from flashtile.kernels.mutation import mutations
-from flashtile.kernels.spec import DTYPES, CallLayout, Features
 from flashtile.lab.bench import device as facts
 from flashtile.lab.check.trial import Trial
+from flashtile.plans import mutation
+from flashtile.plans.arch import ARCHS
+from flashtile.plans.mutation import mutations
+from flashtile.plans.spec import DTYPES, CallLayout, Features
 from flashtile.runtime import cache, extension
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "sanitize.py"

@@ -18,8 +18,8 @@ from ptx import ptx_of
 from test_tile_order import BUILTINS, COMPILER
 
 from flashtile import families
-from flashtile.kernels.arch import ARCHS
-from flashtile.kernels.spec import CallLayout, Features, PlanKey
+from flashtile.plans.arch import ARCHS
+from flashtile.plans.spec import CallLayout, Features, PlanKey
 from flashtile.runtime.nvrtc import INCLUDE
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++ on PATH")

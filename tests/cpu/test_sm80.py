@@ -11,9 +11,9 @@ from test_kernels import LOCAL_MEMORY, NVDISASM, needs_nvdisasm, opcodes
 
 from flashtile import families
 from flashtile.families import Row, speeds
-from flashtile.kernels.arch import ARCHS, Arch
-from flashtile.kernels.length_class import FewQueries, PackedHeads, RaggedQueries
-from flashtile.kernels.spec import CallLayout, Features, PlanKey
+from flashtile.plans.arch import ARCHS, Arch
+from flashtile.plans.length_class import FewQueries, PackedHeads, RaggedQueries
+from flashtile.plans.spec import CallLayout, Features, PlanKey
 from flashtile.runtime import cache
 
 pytestmark = pytest.mark.usefixtures("kept_kernels")

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 import flashtile
 from flashtile import families
-from flashtile.kernels.arch import ARCHS
+from flashtile.plans.arch import ARCHS
 from flashtile.problem import AttentionArgs, Problem, is_v_in_k, shape_of
 
 BIASES = {"upper_left": (causal_upper_left, "top_left"), "lower_right": (causal_lower_right, "bottom_right")}

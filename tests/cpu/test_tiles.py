@@ -21,7 +21,6 @@ from flashtile.backends import cuda, executor
 from flashtile.cli.main import app
 from flashtile.errors import Unsupported
 from flashtile.families import Tile
-from flashtile.kernels.arch import ARCHS
 from flashtile.lab.bench import plots
 from flashtile.lab.bench.points import Plan, Point
 from flashtile.lab.bench.providers import Attend, Provider
@@ -31,6 +30,7 @@ from flashtile.lab.ladder.rows import Counters
 from flashtile.lab.tiles import command, figures, study, tables
 from flashtile.lab.tiles.rows import TileRow
 from flashtile.lab.tiles.study import STUDIES, Study, TileUse, Trial
+from flashtile.plans.arch import ARCHS
 from flashtile.runtime import cache
 from flashtile.runtime.nvrtc import CompileError
 

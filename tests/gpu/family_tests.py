@@ -13,9 +13,9 @@ import flashtile
 from flashtile import families
 from flashtile.backends import cuda, executor, native
 from flashtile.families.assemble import clear_plans
-from flashtile.kernels.arch import arch_named
-from flashtile.kernels.plan import Step
-from flashtile.kernels.spec import Features, PlanKey
+from flashtile.plans.arch import arch_named
+from flashtile.plans.plan import Step
+from flashtile.plans.spec import Features, PlanKey
 from flashtile.runtime import cache, driver
 from flashtile.testing import Case
 

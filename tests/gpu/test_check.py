@@ -11,11 +11,11 @@ import torch
 from conftest import SEED
 
 from flashtile.backends import registry
-from flashtile.kernels.mutation import mutations
 from flashtile.lab.check.mutants import hunt_one
 from flashtile.lab.check.report import Settings
 from flashtile.lab.check.runner import check
 from flashtile.lab.check.trial import Trial
+from flashtile.plans.mutation import mutations
 from flashtile.testing import OUTPUTS, disagreement, expect, run
 
 

@@ -15,7 +15,7 @@ import flashtile
 from flashtile import families
 from flashtile.backends import cuda
 from flashtile.families import assemble
-from flashtile.kernels.arch import ARCHS
+from flashtile.plans.arch import ARCHS
 from flashtile.testing import Case
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toy_family"))

@@ -14,10 +14,10 @@ from flashtile import families
 from flashtile.backends import native, registry
 from flashtile.families import assemble, fwd_sm90_f32_direct
 from flashtile.families.fwd_sm90_f32_direct.family import FwdSm90F32Direct
-from flashtile.kernels.length_class import ManyScores
-from flashtile.kernels.mutation import planted
 from flashtile.lab.check.report import Settings
 from flashtile.lab.check.runner import check
+from flashtile.plans.length_class import ManyScores
+from flashtile.plans.mutation import planted
 from flashtile.testing import Case, disagreements, run
 
 pytestmark = needs_hopper

@@ -9,8 +9,8 @@ from typing import ClassVar
 from flashtile.families.base import Family, Launch, tile_step
 from flashtile.families.steps import query_grid
 from flashtile.families.tiles import Kernel, Row
-from flashtile.kernels.plan import Step
-from flashtile.kernels.spec import CallLayout, PlanKey
+from flashtile.plans.plan import Step
+from flashtile.plans.spec import CallLayout, PlanKey
 
 _FOLDER = Path(__file__).parent
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from flashtile import families
 from flashtile.errors import dtype_name
 from flashtile.families import speeds
-from flashtile.kernels.arch import Arch, arch_here
-from flashtile.kernels.spec import features_of
+from flashtile.plans.arch import Arch, arch_here
+from flashtile.plans.spec import features_of
 from flashtile.problem import AttentionArgs, Problem
 
 
@@ -81,7 +81,7 @@ class Backend(ABC):
     is_compiled: bool = False  # True: the first call of a kind waits for a compiler
     has_compile_jobs: bool = False  # True: other processes can compile for it (compile_jobs)
     is_layout_exact: bool = False  # True: the same values give the same bits however they lie in memory
-    takes_mutations: bool = False  # True: its kernels can be broken on purpose (kernels/mutation.py)
+    takes_mutations: bool = False  # True: its kernels can be broken on purpose (plans/mutation.py)
 
     @abstractmethod
     def refuse(self, problem: Problem, op: str = "forward") -> str | None:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flashtile.backends import dropout
 from flashtile.backends.base import GradNeeds, Grads
-from flashtile.kernels.params import kernel_scale_log2, kernel_softcap, kernel_window
-from flashtile.kernels.spec import GRADS, CallLayout
+from flashtile.plans.params import kernel_scale_log2, kernel_softcap, kernel_window
+from flashtile.plans.spec import GRADS, CallLayout
 from flashtile.problem import (
     NUM_TENSORS,
     AttentionArgs,

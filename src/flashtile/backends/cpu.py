@@ -15,10 +15,10 @@ from flashtile.backends.base import Backend, GradNeeds, Grads
 from flashtile.backends.call import backward_tensors, layout_of, scalars_of, tensors_of, wanted_grads
 from flashtile.backends.executor import Launch, Scalars, Splits
 from flashtile.errors import dtype_name
-from flashtile.kernels.host import HostKey, arithmetic_of, host_plan
-from flashtile.kernels.params import WideParams
-from flashtile.kernels.plan import ENGINE_DTYPES, LaunchPlan
-from flashtile.kernels.spec import GRADS
+from flashtile.plans.host import HostKey, arithmetic_of, host_plan
+from flashtile.plans.params import WideParams
+from flashtile.plans.plan import ENGINE_DTYPES, LaunchPlan
+from flashtile.plans.spec import GRADS
 from flashtile.problem import AttentionArgs, Problem, check_values, is_deterministic, shape_of
 from flashtile.runtime import extension
 

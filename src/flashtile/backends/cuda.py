@@ -24,9 +24,9 @@ from flashtile.backends.kvcache import AppendArgs
 from flashtile.errors import Unsupported, dtype_name
 from flashtile.families import Family, Row, assemble
 from flashtile.families.steps import append_kv
-from flashtile.kernels.arch import Arch, arch_named, gpu_named, typical_multiprocessors
-from flashtile.kernels.plan import LaunchPlan
-from flashtile.kernels.spec import DTYPES, GRADS, PlanKey
+from flashtile.plans.arch import Arch, arch_named, gpu_named, typical_multiprocessors
+from flashtile.plans.plan import LaunchPlan
+from flashtile.plans.spec import DTYPES, GRADS, PlanKey
 from flashtile.problem import (
     AttentionArgs,
     Problem,

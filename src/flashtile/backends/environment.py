@@ -13,7 +13,7 @@ from typing import NamedTuple
 from flashtile import families
 from flashtile.backends import native, registry
 from flashtile.errors import is_switched_on
-from flashtile.kernels import arch
+from flashtile.plans import arch
 from flashtile.problem import is_checking
 from flashtile.runtime import extension, toolchain
 

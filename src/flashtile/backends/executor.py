@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from flashtile.errors import dtype_name, unsupported
-from flashtile.kernels import plan as plans
-from flashtile.kernels.plan import EnginePass, LaunchPlan, MapPatch, Memset, Operand, Step, Workspace
+from flashtile.plans import plan as plans
+from flashtile.plans.plan import EnginePass, LaunchPlan, MapPatch, Memset, Operand, Step, Workspace
 from flashtile.problem import is_aligned16
 from flashtile.runtime import cache, driver, extension, kept
 from flashtile.runtime.kept import KeptZeros

@@ -21,9 +21,9 @@ from flashtile import families
 from flashtile.backends import executor
 from flashtile.errors import value_error
 from flashtile.families import assemble
-from flashtile.kernels import plan as plans
-from flashtile.kernels.length_class import LengthClass
-from flashtile.kernels.plan import EnginePass, LaunchPlan, Memset, Step
+from flashtile.plans import plan as plans
+from flashtile.plans.length_class import LengthClass
+from flashtile.plans.plan import EnginePass, LaunchPlan, Memset, Step
 from flashtile.problem import CACHE_ARGUMENTS, SCHEMA_TYPES, dense_schema, is_checking, limits
 from flashtile.runtime import driver, extension, kept
 

@@ -22,7 +22,7 @@ from flashtile.backends import dropout
 from flashtile.backends.base import Backend, Grads
 from flashtile.backends.segments import Segment, segments
 from flashtile.errors import dtype_name
-from flashtile.kernels.params import kernel_softcap
+from flashtile.plans.params import kernel_softcap
 from flashtile.problem import AttentionArgs, Problem, key_window, softmax_scale
 
 BLOCK_M = 128  # queries per tile

@@ -24,7 +24,7 @@ from flashtile.backends import dropout
 from flashtile.backends.base import Backend, Grads, capability
 from flashtile.backends.triton_tiles import CONFIGS, SMALL_CONFIGS, Config, capability_of, padded_head_dim, tile_config
 from flashtile.errors import dtype_name
-from flashtile.kernels.params import kernel_softcap, kernel_window
+from flashtile.plans.params import kernel_softcap, kernel_window
 from flashtile.problem import (
     AttentionArgs,
     Problem,

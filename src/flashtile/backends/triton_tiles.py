@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from flashtile.backends.base import device_arch
-from flashtile.kernels.arch import arch_of
+from flashtile.plans.arch import arch_of
 from flashtile.problem import Shape
 
 

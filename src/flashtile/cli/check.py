@@ -25,8 +25,6 @@ from flashtile.backends import registry
 from flashtile.backends.base import Backend, device_arch
 from flashtile.cli.limits import check_count, check_jobs
 from flashtile.errors import value_error
-from flashtile.kernels.arch import Arch
-from flashtile.kernels.mutation import Mutation, mutations
 from flashtile.lab.bench import device as facts
 from flashtile.lab.bench.command import check_seconds
 from flashtile.lab.bench.files import ResultFile, writable_folder
@@ -36,6 +34,8 @@ from flashtile.lab.check.mutants import Hunt, hunt
 from flashtile.lab.check.report import Report, Settings
 from flashtile.lab.check.runner import check, check_trials
 from flashtile.lab.check.trial import Trial
+from flashtile.plans.arch import Arch
+from flashtile.plans.mutation import Mutation, mutations
 from flashtile.runtime import cache
 
 FOUND, NOTHING_CHECKED = 1, 2

@@ -26,12 +26,12 @@ from flashtile.backends.base import device_arch
 from flashtile.cli.kernel_jobs import Job, covering_jobs, edge_jobs, embedded_jobs, head_dims, plain_jobs
 from flashtile.cli.limits import check_jobs
 from flashtile.errors import dtype_name, value_error
-from flashtile.kernels.arch import ARCHS, Arch, arch_named, known_names
-from flashtile.kernels.spec import DTYPES
 from flashtile.lab.bench.files import writable_folder
 from flashtile.lab.bench.terminal import INTERRUPTED, make_console
 from flashtile.lab.dtypes import DTYPES as SPELLED
 from flashtile.lab.dtypes import dtype_key
+from flashtile.plans.arch import ARCHS, Arch, arch_named, known_names
+from flashtile.plans.spec import DTYPES
 from flashtile.runtime import cache, toolchain
 from flashtile.runtime.nvrtc import CompileError
 from flashtile.runtime.toolchain import Toolchain

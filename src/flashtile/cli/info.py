@@ -22,8 +22,8 @@ from flashtile.backends.base import Backend, device_arch
 from flashtile.cli import cache as cache_command
 from flashtile.cli import compile as compile_command
 from flashtile.errors import Unsupported
-from flashtile.kernels.arch import ARCHS
 from flashtile.lab.bench.files import writable_folder, write_whole
+from flashtile.plans.arch import ARCHS
 from flashtile.problem import Problem
 from flashtile.runtime import driver, extension, nvrtc, toolchain
 from flashtile.runtime.cache import KernelCache, embedded_archs

@@ -15,10 +15,10 @@ from typing import Any
 from flashtile import families
 from flashtile.families import Family
 from flashtile.families.steps import append_kv
-from flashtile.kernels.arch import Arch
-from flashtile.kernels.length_class import LengthClass
-from flashtile.kernels.plan import Step
-from flashtile.kernels.spec import DTYPES, CallLayout, Features, PlanKey
+from flashtile.plans.arch import Arch
+from flashtile.plans.length_class import LengthClass
+from flashtile.plans.plan import Step
+from flashtile.plans.spec import DTYPES, CallLayout, Features, PlanKey
 
 _LAYOUT = CallLayout("bhsd", ())  # kernels do not depend on it
 

@@ -24,7 +24,7 @@ from flashtile.distributed.pieces import Band, Piece, needed, pieces
 from flashtile.distributed.sharding import Shards, num_rows
 from flashtile.errors import value_error
 from flashtile.families import speeds
-from flashtile.kernels.arch import MEASURED_ARCH
+from flashtile.plans.arch import MEASURED_ARCH
 from flashtile.problem import AttentionArgs, Problem, head_axis
 
 PASSES = {"forward": 1.0, "backward": 2.5}  # products of matrices, relative to the forward pass

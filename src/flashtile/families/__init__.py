@@ -40,10 +40,10 @@ from flashtile.families.fwd_sm90_f32_direct.family import FwdSm90F32Direct
 from flashtile.families.fwd_sm90_short.family import FwdSm90Short
 from flashtile.families.fwd_sm90_wide.family import FwdSm90Wide
 from flashtile.families.tiles import TABLE, Row, Tile, check_kernels
-from flashtile.kernels.arch import Arch, arch_named
-from flashtile.kernels.length_class import LengthClass, LongLengths
-from flashtile.kernels.mutation import Mutation
-from flashtile.kernels.spec import PlanKey, features_of
+from flashtile.plans.arch import Arch, arch_named
+from flashtile.plans.length_class import LengthClass, LongLengths
+from flashtile.plans.mutation import Mutation
+from flashtile.plans.spec import PlanKey, features_of
 from flashtile.problem import Problem
 
 __all__ = ["Family", "Launch", "Row", "Tile", "all_families", "forced_rows", "register"]

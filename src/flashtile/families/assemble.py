@@ -1,5 +1,5 @@
 """Makes a launch plan from a key and a layout: what the family launches (base.py: Launch), and what every pass is told
-of its tensors (kernels/operands.py)."""
+of its tensors (plans/operands.py)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 from flashtile import families
 from flashtile.families.base import Launch
-from flashtile.kernels.operands import assembled, call_values, forward_operands
-from flashtile.kernels.plan import AnyStep, LaunchPlan, Memset, Operand, Step
-from flashtile.kernels.spec import CallLayout, PlanKey
+from flashtile.plans.operands import assembled, call_values, forward_operands
+from flashtile.plans.plan import AnyStep, LaunchPlan, Memset, Operand, Step
+from flashtile.plans.spec import CallLayout, PlanKey
 
 
 @functools.lru_cache(maxsize=4096)
@@ -57,7 +57,7 @@ on_clear: list[Callable[[], None]] = []  # of those who keep what they made from
 
 
 def clear_plans() -> None:
-    """Drops every plan, and what others made from it: units written from now on may differ (kernels/mutation.py), and
+    """Drops every plan, and what others made from it: units written from now on may differ (plans/mutation.py), and
     so may the choice of a family."""
     families.clear_choices()
     kernels.cache_clear()

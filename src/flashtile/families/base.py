@@ -18,12 +18,12 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from flashtile.families.tiles import TABLE, Dims, Kernel, Knobs, Row, Tile, tiles_of, words_of
-from flashtile.kernels.arch import Arch
-from flashtile.kernels.length_class import LengthClass
-from flashtile.kernels.params import Params, Struct
-from flashtile.kernels.plan import Grid, MapPatch, Operand, SplitRule, Step, Workspace
-from flashtile.kernels.source import unit
-from flashtile.kernels.spec import CallLayout, Features, PlanKey
+from flashtile.plans.arch import Arch
+from flashtile.plans.length_class import LengthClass
+from flashtile.plans.params import Params, Struct
+from flashtile.plans.plan import Grid, MapPatch, Operand, SplitRule, Step, Workspace
+from flashtile.plans.source import unit
+from flashtile.plans.spec import CallLayout, Features, PlanKey
 
 
 @dataclass(frozen=True)

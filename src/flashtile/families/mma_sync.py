@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from flashtile.families import speeds
 from flashtile.families.base import Family
-from flashtile.kernels.arch import Arch
-from flashtile.kernels.spec import PlanKey
+from flashtile.plans.arch import Arch
+from flashtile.plans.spec import PlanKey
 
 
 def refuse_slow_tf32(arch: Arch) -> str | None:

@@ -17,9 +17,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from flashtile.kernels.arch import MEASURED_ARCH, has_mma_sync_alone
-from flashtile.kernels.length_class import ManyScores
-from flashtile.kernels.spec import Features
+from flashtile.plans.arch import MEASURED_ARCH, has_mma_sync_alone
+from flashtile.plans.length_class import ManyScores
+from flashtile.plans.spec import Features
 
 TABLE = Path(__file__).with_name("speeds.csv")
 SIZE = ManyScores(22)  # 4 million scores: under that, launches take longer than the products of any kernel

@@ -29,10 +29,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flashtile.errors import value_error
-from flashtile.kernels.arch import ARCHS, Arch
-from flashtile.kernels.params import Params, Struct
-from flashtile.kernels.source import qualified
-from flashtile.kernels.spec import CPP_TYPES, DTYPES, Features, PlanKey
+from flashtile.plans.arch import ARCHS, Arch
+from flashtile.plans.params import Params, Struct
+from flashtile.plans.source import qualified
+from flashtile.plans.spec import CPP_TYPES, DTYPES, Features, PlanKey
 
 TABLE = Path(__file__).with_name("tiles.csv")
 COLUMNS = ("kernel", "dtypes", "d", "d_v", "owned", "streamed", "threads", "knobs", "refuses", "last", "note")

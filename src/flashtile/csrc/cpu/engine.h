@@ -11,7 +11,7 @@ namespace flashtile {
 
 enum class Element : i32 { kFloat32, kFloat16, kBfloat16, kFloat64 };
 
-// The parameters of a float64 call. Its lse, dlse, sinks, slopes and workspaces are float64 as well. kernels/params.py
+// The parameters of a float64 call. Its lse, dlse, sinks, slopes and workspaces are float64 as well. plans/params.py
 // mirrors the struct.
 struct WideParams {
   Params base;  // without the numbers below

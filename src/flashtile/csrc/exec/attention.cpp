@@ -10,8 +10,8 @@ namespace {
 #define FT_LIMIT(name, words, value) constexpr i64 name = value;
 #include "arguments.inc"
 constexpr i64 kMaxTiles = (i64{1} << 30) - 1;                   // backends/cuda.py: MAX_TILES
-constexpr i64 kWidestWindow = std::numeric_limits<i32>::max();  // kernels/params.py: kernel_window
-// As in kernels/params.py: kernel_softcap, kernel_scale_log2
+constexpr i64 kWidestWindow = std::numeric_limits<i32>::max();  // plans/params.py: kernel_window
+// As in plans/params.py: kernel_softcap, kernel_scale_log2
 constexpr double kSmallestSoftcap = 0x1p-100, kLargestSoftcap = 0x1p100, kSmallestFloat = 0x1p-149;
 constexpr double kSmallestFactor = 0x1p-126, kLargestFactor = 0x1p126, kLargestFactorF64 = 0x1p1022;
 constexpr double kLargestScale = 0x1p127;  // problem.py: LARGEST_SCALE

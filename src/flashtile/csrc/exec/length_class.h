@@ -1,4 +1,4 @@
-// Length classes (kernels/length_class.py): the only way in which a plan's key may look at the sizes of a call. Kinds
+// Length classes (plans/length_class.py): the only way in which a plan's key may look at the sizes of a call. Kinds
 // and thresholds come as data, with the GPU; the arithmetic is Python's, in integers.
 #pragma once
 
@@ -51,7 +51,7 @@ struct PackedHeads {
   i64 heads, num_tiles;  // of a tile; of the heads that share a KV head
 };
 
-// As kernels/length_class.py: packed_heads
+// As plans/length_class.py: packed_heads
 inline PackedHeads packed_heads(const Shape& shape, i64 tile_rows) {
   i64 heads = shape.heads / shape.heads_kv, num_tiles = divide_up(heads, tile_rows);
   return {divide_up(heads, num_tiles), num_tiles};

@@ -1,4 +1,4 @@
-// A launch plan (kernels/plan.py) in C++: evaluated for the tensors of a call, as backends/executor.py does, and
+// A launch plan (plans/plan.py) in C++: evaluated for the tensors of a call, as backends/executor.py does, and
 // launched.
 //
 // It comes as a list of numbers (backends/native.py: serialize), which names tensors, values and numbers of a call by

@@ -1,4 +1,4 @@
-// The arguments of every forward and backward kernel, passed by value. kernels/params.py mirrors the struct; each
+// The arguments of every forward and backward kernel, passed by value. plans/params.py mirrors the struct; each
 // generated unit asserts every offset.
 #pragma once
 

@@ -1,5 +1,5 @@
 // Planted faults. A checker that was never seen to fail proves nothing, so test builds break one thing at a time: a
-// unit that begins with `#define FT_MUTATION skip_rescale` has that fault, any other unit has none. kernels/mutation.py
+// unit that begins with `#define FT_MUTATION skip_rescale` has that fault, any other unit has none. plans/mutation.py
 // reads the list below.
 //
 // In a kernel a fault is one line, in one of two forms:

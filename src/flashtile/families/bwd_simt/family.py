@@ -12,8 +12,8 @@ from flashtile.families.base import Family, Launch, tile_step
 from flashtile.families.simt import SimtFamily, simt_kernel
 from flashtile.families.steps import ROW_STATS, bias_grid, dsinks, key_grid, preprocess, query_grid
 from flashtile.families.tiles import Row
-from flashtile.kernels.plan import Grid, Operand, Step
-from flashtile.kernels.spec import CallLayout, PlanKey
+from flashtile.plans.plan import Grid, Operand, Step
+from flashtile.plans.spec import CallLayout, PlanKey
 
 
 class BwdSimt(SimtFamily):

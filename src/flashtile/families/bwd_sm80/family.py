@@ -13,8 +13,8 @@ from flashtile.families.base import Family, Launch, tile_step
 from flashtile.families.mma_sync import MmaFamily
 from flashtile.families.steps import dsinks, key_grid, sm90_step
 from flashtile.families.tiles import Kernel, Knobs, Row, Tile
-from flashtile.kernels.plan import Operand, Step, Workspace
-from flashtile.kernels.spec import CallLayout, PlanKey
+from flashtile.plans.plan import Operand, Step, Workspace
+from flashtile.plans.spec import CallLayout, PlanKey
 
 _TILE_BYTES = 72 + 4 * 8  # OwnedKeys and the ring of QueryTilePlace (bwd_sm80.cuh)
 

@@ -14,9 +14,9 @@ from flashtile.families.bwd_simt.family import dbias
 from flashtile.families.mma_sync import NARROW_LOADS, refuse_slow_tf32, small_call
 from flashtile.families.steps import ROW_STATS, dsinks, key_grid, preprocess, query_grid
 from flashtile.families.tiles import Kernel, Knobs, Row, Tile
-from flashtile.kernels.arch import Arch
-from flashtile.kernels.plan import Operand, Step
-from flashtile.kernels.spec import CallLayout, PlanKey
+from flashtile.plans.arch import Arch
+from flashtile.plans.plan import Operand, Step
+from flashtile.plans.spec import CallLayout, PlanKey
 
 _BLOCK_BYTES = 64  # OwnedRows (attn/owned_rows.cuh)
 

@@ -14,8 +14,8 @@ from flashtile.families.fwd_sm80_wide.family import WIDE_KNOBS, WIDE_TILE, slab_
 from flashtile.families.mma_sync import NARROW_LOADS, MmaFamily
 from flashtile.families.steps import ROW_STATS, bias_grid, dsinks, key_grid, preprocess, query_grid
 from flashtile.families.tiles import Kernel, Row
-from flashtile.kernels.plan import Step
-from flashtile.kernels.spec import CallLayout, PlanKey
+from flashtile.plans.plan import Step
+from flashtile.plans.spec import CallLayout, PlanKey
 
 _BLOCK_BYTES = 64  # OwnedRows (attn/owned_rows.cuh)
 _TERM_BYTES = 64  # DbiasTerm (bwd_sm80_dbias.cuh)

@@ -20,9 +20,9 @@ from flashtile.families.steps import (
     sm90_step,
 )
 from flashtile.families.tiles import Kernel, Row
-from flashtile.kernels.params import Params
-from flashtile.kernels.plan import MapPatch, Operand, Step, Workspace
-from flashtile.kernels.spec import CallLayout, Features, PlanKey
+from flashtile.plans.params import Params
+from flashtile.plans.plan import MapPatch, Operand, Step, Workspace
+from flashtile.plans.spec import CallLayout, Features, PlanKey
 
 MASK_TILE = 128  # kMaskTile of attn/mask_bits.cuh
 _TILE_BYTES = 64 + 8 * 32  # KeyTile (attn/key_tile.cuh) and the ring of QueryTileIndex (bwd_sm90.cuh)

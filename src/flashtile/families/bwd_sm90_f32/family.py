@@ -27,8 +27,8 @@ from flashtile.families.sm90_f32 import (
 )
 from flashtile.families.steps import ROW_STATS, dsinks, key_grid, preprocess, query_grid
 from flashtile.families.tiles import Kernel, Knobs, Row, Tile
-from flashtile.kernels.plan import Operand, Step
-from flashtile.kernels.spec import CallLayout, PlanKey
+from flashtile.plans.plan import Operand, Step
+from flashtile.plans.spec import CallLayout, PlanKey
 
 _ROWS = 64  # of every tile; of the wide kernels what a block owns
 _SLOTS = 2  # kNumSlots (wide.cuh)

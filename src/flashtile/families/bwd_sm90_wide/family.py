@@ -22,9 +22,9 @@ from flashtile.families.steps import (
     sm90_step,
 )
 from flashtile.families.tiles import Kernel, Row
-from flashtile.kernels.params import Params
-from flashtile.kernels.plan import MapPatch, Operand, Step, Workspace
-from flashtile.kernels.spec import CallLayout, PlanKey
+from flashtile.plans.params import Params
+from flashtile.plans.plan import MapPatch, Operand, Step, Workspace
+from flashtile.plans.spec import CallLayout, PlanKey
 
 _KEYS, _QUERIES = 64, 64  # of a tile of dK and dV
 _BUFFERS = 2  # of P

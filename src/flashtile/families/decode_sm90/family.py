@@ -8,10 +8,10 @@ from typing import ClassVar
 from flashtile.families.base import Family, Launch, tile_step
 from flashtile.families.steps import query_grid
 from flashtile.families.tiles import Kernel, Row
-from flashtile.kernels.length_class import PACKED_ROWS, FewQueries, ShortLengths
-from flashtile.kernels.params import Params
-from flashtile.kernels.plan import Factor, MapPatch, SplitRule, Step, Workspace
-from flashtile.kernels.spec import CallLayout, Features, PlanKey
+from flashtile.plans.length_class import PACKED_ROWS, FewQueries, ShortLengths
+from flashtile.plans.params import Params
+from flashtile.plans.plan import Factor, MapPatch, SplitRule, Step, Workspace
+from flashtile.plans.spec import CallLayout, Features, PlanKey
 
 _FEW = FewQueries(PACKED_ROWS, 1)
 _ONE = ShortLengths(1, 2**31 - 1)  # one query

@@ -6,9 +6,9 @@ from flashtile.families.base import Launch, tile_step
 from flashtile.families.simt import SimtFamily, simt_kernel
 from flashtile.families.steps import combine, partial_results, query_grid
 from flashtile.families.tiles import Dims, Row
-from flashtile.kernels.length_class import SmallGrid
-from flashtile.kernels.plan import Factor, SplitRule, Step
-from flashtile.kernels.spec import CallLayout, PlanKey
+from flashtile.plans.length_class import SmallGrid
+from flashtile.plans.plan import Factor, SplitRule, Step
+from flashtile.plans.spec import CallLayout, PlanKey
 
 _SMALL_GRID = SmallGrid(128)
 

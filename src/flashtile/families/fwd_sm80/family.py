@@ -8,9 +8,9 @@ from flashtile.families.base import Launch, tile_step
 from flashtile.families.mma_sync import MASKED, NARROW_LOADS, MmaFamily
 from flashtile.families.steps import combine, partial_results, query_grid
 from flashtile.families.tiles import Dims, Kernel, Knobs, Row, Tile
-from flashtile.kernels.length_class import PACKED_ROWS, PackedHeads, RaggedQueries
-from flashtile.kernels.plan import Factor, SplitRule, Step
-from flashtile.kernels.spec import CallLayout, PlanKey
+from flashtile.plans.length_class import PACKED_ROWS, PackedHeads, RaggedQueries
+from flashtile.plans.plan import Factor, SplitRule, Step
+from flashtile.plans.spec import CallLayout, PlanKey
 
 PACKED_HEADS, _SHORT = PackedHeads(PACKED_ROWS, 128), RaggedQueries(128, 64, 140)
 QUERY_TILE_BYTES = 72  # QueryTile (attn/work_item.cuh)

@@ -10,10 +10,10 @@ from flashtile.families.fwd_sm80.family import QUERY_TILE_BYTES
 from flashtile.families.mma_sync import MASKED, NARROW_LOADS, refuse_slow_tf32, small_call
 from flashtile.families.steps import combine, partial_results, query_grid
 from flashtile.families.tiles import Kernel, Knobs, Row, Tile
-from flashtile.kernels.arch import Arch
-from flashtile.kernels.length_class import FewQueries
-from flashtile.kernels.plan import Factor, SplitRule, Step
-from flashtile.kernels.spec import CallLayout, PlanKey
+from flashtile.plans.arch import Arch
+from flashtile.plans.length_class import FewQueries
+from flashtile.plans.plan import Factor, SplitRule, Step
+from flashtile.plans.spec import CallLayout, PlanKey
 
 _FEW = FewQueries(64, 1)
 

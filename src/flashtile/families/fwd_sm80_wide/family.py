@@ -13,8 +13,8 @@ from flashtile.families.fwd_sm80.family import PACKED_HEADS, QUERY_TILE_BYTES
 from flashtile.families.mma_sync import NARROW_LOADS, MmaFamily
 from flashtile.families.steps import combine, partial_results, query_grid
 from flashtile.families.tiles import Dims, Kernel, Knobs, Row, Tile
-from flashtile.kernels.plan import Factor, SplitRule, Step
-from flashtile.kernels.spec import CallLayout, PlanKey
+from flashtile.plans.plan import Factor, SplitRule, Step
+from flashtile.plans.spec import CallLayout, PlanKey
 
 # A tile (config.cuh): warps, and slabs of what streams by
 WIDE_TILE = "flashtile::Sm80WideTile<{dtype}, {owned}, {streamed}, {knobs}>"

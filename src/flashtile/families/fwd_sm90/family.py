@@ -8,11 +8,11 @@ from typing import ClassVar
 from flashtile.families.base import Family, Launch, tile_step
 from flashtile.families.steps import combine, mask_bits, mask_workspaces, partial_results, query_grid
 from flashtile.families.tiles import GROUP_ROWS, Dims, Kernel, Row
-from flashtile.kernels.length_class import PACKED_ROWS, ManyRows, PackedHeads, RaggedQueries, SmallGrid
-from flashtile.kernels.params import Params
-from flashtile.kernels.plan import Factor, MapPatch, SplitRule, Step
-from flashtile.kernels.source import qualified
-from flashtile.kernels.spec import CallLayout, Features, PlanKey
+from flashtile.plans.length_class import PACKED_ROWS, ManyRows, PackedHeads, RaggedQueries, SmallGrid
+from flashtile.plans.params import Params
+from flashtile.plans.plan import Factor, MapPatch, SplitRule, Step
+from flashtile.plans.source import qualified
+from flashtile.plans.spec import CallLayout, Features, PlanKey
 
 _PACKED_HEADS, _MANY_ROWS = PackedHeads(PACKED_ROWS, 128), ManyRows(PACKED_ROWS)
 _RAGGED, _VERY_RAGGED = RaggedQueries(192, 128, 105), RaggedQueries(192, 128, 113)

@@ -25,9 +25,9 @@ from flashtile.families.sm90_f32 import (
 )
 from flashtile.families.steps import combine, partial_results, query_grid
 from flashtile.families.tiles import Kernel, Knobs, Row, Tile
-from flashtile.kernels.length_class import FewQueries
-from flashtile.kernels.plan import Factor, SplitRule, Step
-from flashtile.kernels.spec import CallLayout, PlanKey
+from flashtile.plans.length_class import FewQueries
+from flashtile.plans.plan import Factor, SplitRule, Step
+from flashtile.plans.spec import CallLayout, PlanKey
 
 _HALF, _BF16 = "fwd_sm90_f32_half", "fwd_sm90_f32_bf16"
 _FEW = FewQueries(WARPGROUP_ROWS, 1)

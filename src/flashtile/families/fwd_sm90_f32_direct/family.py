@@ -17,9 +17,9 @@ from flashtile.families.base import Family, Launch, tile_step
 from flashtile.families.sm90_f32 import RANGE, Sm90F32Params, check_pass, parts
 from flashtile.families.steps import query_grid
 from flashtile.families.tiles import Kernel, Row
-from flashtile.kernels.length_class import FewQueries, ManyScores, SmallGrid
-from flashtile.kernels.plan import Step
-from flashtile.kernels.spec import CallLayout, Features, PlanKey
+from flashtile.plans.length_class import FewQueries, ManyScores, SmallGrid
+from flashtile.plans.plan import Step
+from flashtile.plans.spec import CallLayout, Features, PlanKey
 
 _HALF, _BF16 = "fwd_sm90_f32_direct_half", "fwd_sm90_f32_direct_bf16"
 _HEAD_DIM, _BLOCK_M, _BLOCK_N, _STAGES = 64, 128, 64, 2

@@ -9,11 +9,11 @@ from typing import ClassVar
 from flashtile.families.base import Family, Launch, tile_step
 from flashtile.families.steps import query_grid
 from flashtile.families.tiles import Kernel, Row
-from flashtile.kernels.length_class import PACKED_ROWS, KeySteps, PackedHeads, SmallGrid
-from flashtile.kernels.params import Params
-from flashtile.kernels.plan import Factor, MapPatch, Step, Workspace
-from flashtile.kernels.source import plain_unit
-from flashtile.kernels.spec import CPP_TYPES, CallLayout, PlanKey
+from flashtile.plans.length_class import PACKED_ROWS, KeySteps, PackedHeads, SmallGrid
+from flashtile.plans.params import Params
+from flashtile.plans.plan import Factor, MapPatch, Step, Workspace
+from flashtile.plans.source import plain_unit
+from flashtile.plans.spec import CPP_TYPES, CallLayout, PlanKey
 
 _ROWS = 64  # queries of an item
 _SINGLE_KEYS = 208  # of one tile at most

@@ -9,8 +9,8 @@ from flashtile.families.base import Family, Launch, tile_step
 from flashtile.families.fwd_sm90.family import FwdSm90Params
 from flashtile.families.steps import combine, partial_results, query_grid
 from flashtile.families.tiles import Kernel, Row
-from flashtile.kernels.plan import Factor, MapPatch, SplitRule, Step
-from flashtile.kernels.spec import CallLayout, PlanKey
+from flashtile.plans.plan import Factor, MapPatch, SplitRule, Step
+from flashtile.plans.spec import CallLayout, PlanKey
 
 _QUERY_TILE_BYTES = 72  # QueryTile (attn/work_item.cuh)
 

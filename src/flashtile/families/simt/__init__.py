@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from flashtile.families.base import Family
 from flashtile.families.tiles import Kernel, Row
-from flashtile.kernels.spec import PlanKey
+from flashtile.plans.spec import PlanKey
 
 _FLOAT = 4  # bytes
 

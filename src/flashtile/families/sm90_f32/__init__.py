@@ -13,11 +13,11 @@ from fractions import Fraction
 
 from flashtile.families.steps import key_tiles, query_tiles
 from flashtile.families.tiles import Knobs, Row, Tile
-from flashtile.kernels.length_class import LongShares
-from flashtile.kernels.params import Params
-from flashtile.kernels.plan import Factor, Grid, Step, Workspace
-from flashtile.kernels.source import plain_unit, qualified
-from flashtile.kernels.spec import CallLayout, PlanKey
+from flashtile.plans.length_class import LongShares
+from flashtile.plans.params import Params
+from flashtile.plans.plan import Factor, Grid, Step, Workspace
+from flashtile.plans.source import plain_unit, qualified
+from flashtile.plans.spec import CallLayout, PlanKey
 
 WARPGROUP_ROWS = 64
 _SPLIT_THREADS, _RANGE_THREADS = 256, 512  # kSplitThreads, kRangeThreads (f32_split.cuh)

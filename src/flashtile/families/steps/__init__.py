@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from flashtile.kernels.params import Params
-from flashtile.kernels.plan import Factor, Grid, Step, Workspace
-from flashtile.kernels.source import cpp_type, plain_unit
-from flashtile.kernels.spec import CallLayout, PlanKey
+from flashtile.plans.params import Params
+from flashtile.plans.plan import Factor, Grid, Step, Workspace
+from flashtile.plans.source import cpp_type, plain_unit
+from flashtile.plans.spec import CallLayout, PlanKey
 
 # As the constants of fwd_combine.cuh, bwd_preprocess.cuh and bwd_sm90_steps.cuh; tests/cpu/test_plan.py compares them
 COMBINE_ROWS, COMBINE_THREADS = 4, 128

@@ -6,9 +6,9 @@ import ctypes
 import functools
 from typing import NamedTuple
 
-from flashtile.kernels import source
-from flashtile.kernels.params import field_at
-from flashtile.kernels.plan import Factor, LaunchPlan, Operand, Patch, Pointer, Rule, Scalar, Size, Step, Stride, Value
+from flashtile.plans import source
+from flashtile.plans.params import field_at
+from flashtile.plans.plan import Factor, LaunchPlan, Operand, Patch, Pointer, Rule, Scalar, Size, Step, Stride, Value
 
 APPEND_THREADS = 128
 

@@ -14,9 +14,9 @@ from typing import Any
 from flashtile import families
 from flashtile.backends.base import device_arch
 from flashtile.families import Family
-from flashtile.kernels.arch import Arch, typical_multiprocessors
 from flashtile.lab.check.draw import Drawer, Options, shrink_to
 from flashtile.lab.check.trial import Trial
+from flashtile.plans.arch import Arch, typical_multiprocessors
 from flashtile.problem import LAYOUTS, Problem
 from flashtile.testing import Case
 

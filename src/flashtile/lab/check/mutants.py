@@ -19,12 +19,12 @@ from flashtile.backends import registry
 from flashtile.backends.cuda import problem_key
 from flashtile.errors import dtype_name
 from flashtile.families import assemble
-from flashtile.kernels.mutation import Mutation, is_broken, mutations, planted
 from flashtile.lab.check.judge import is_alive
 from flashtile.lab.check.report import Report, Settings
 from flashtile.lab.check.runner import check_trials, drawn
 from flashtile.lab.check.trial import Trial
 from flashtile.lab.check.workers import GRACE_S, TimeOver, as_done, processes
+from flashtile.plans.mutation import Mutation, is_broken, mutations, planted
 from flashtile.problem import Problem
 from flashtile.testing import Case
 

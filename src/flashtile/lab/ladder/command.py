@@ -13,7 +13,6 @@ import torch
 from rich.console import Console
 
 from flashtile.errors import Unsupported, unsupported, value_error
-from flashtile.kernels.arch import ARCHS, Arch
 from flashtile.lab.bench import device
 from flashtile.lab.bench import tables as bench_tables
 from flashtile.lab.bench.files import writable_folder
@@ -28,6 +27,7 @@ from flashtile.lab.ladder.rows import Counters, HbmRow, RungRow
 from flashtile.lab.ladder.rungs import Rung, Variables
 from flashtile.lab.profile import ceilings, gpu, ncu
 from flashtile.lab.profile.ncu import Call
+from flashtile.plans.arch import ARCHS, Arch
 from flashtile.runtime import toolchain
 
 _BUDGET_S, _CALL_LIMIT_S, _COMPILE_LIMIT_S = 0.08, 6.0, 150.0

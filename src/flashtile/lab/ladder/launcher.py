@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from flashtile.errors import dtype_name, unsupported, value_error
-from flashtile.kernels.arch import Arch
 from flashtile.lab.dtypes import DTYPES
 from flashtile.lab.ladder.rungs import Rung, Tile, Variables
 from flashtile.lab.profile import gpu
+from flashtile.plans.arch import Arch
 from flashtile.runtime import cache, driver
 from flashtile.runtime.nvrtc import Compiled, Resources
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from flashtile.errors import unsupported, value_error
-from flashtile.kernels.arch import Arch
+from flashtile.plans.arch import Arch
 
 FOLDER = Path(__file__).resolve().parent
 MAX_HEAD_DIM = 128

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from flashtile.kernels.arch import Arch
 from flashtile.lab.bench import device, timing
 from flashtile.lab.profile.gpu import current_arch
+from flashtile.plans.arch import Arch
 from flashtile.runtime import cache, driver
 from flashtile.runtime.nvrtc import Compiled
 

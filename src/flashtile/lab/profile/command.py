@@ -11,7 +11,6 @@ from pathlib import Path
 from rich.console import Console
 
 from flashtile.errors import Unsupported, unsupported
-from flashtile.kernels.arch import Arch
 from flashtile.lab import defaults
 from flashtile.lab.bench import device, providers
 from flashtile.lab.bench.files import writable_folder, write_whole
@@ -25,6 +24,7 @@ from flashtile.lab.profile import ceilings, figures, measure, problems, tables, 
 from flashtile.lab.profile.gpu import arch_option, current_arch
 from flashtile.lab.profile.problems import Problems
 from flashtile.lab.profile.rows import KernelRow
+from flashtile.plans.arch import Arch
 
 _BUDGET_S, _CALL_LIMIT_S, _COMPILE_LIMIT_S = 0.08, 6.0, 150.0
 

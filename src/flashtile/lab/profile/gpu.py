@@ -6,7 +6,7 @@ import functools
 
 from flashtile.backends.base import capability, device_arch
 from flashtile.errors import unsupported, value_error
-from flashtile.kernels.arch import ARCHS, Arch, arch_named, known_names
+from flashtile.plans.arch import ARCHS, Arch, arch_named, known_names
 
 
 @functools.cache

@@ -13,8 +13,6 @@ from flashtile import api
 from flashtile.backends import cuda, registry
 from flashtile.errors import Unsupported
 from flashtile.families import assemble
-from flashtile.kernels.arch import Arch
-from flashtile.kernels.plan import Step
 from flashtile.lab.bench.points import Point
 from flashtile.lab.bench.rows import Environment, Row
 from flashtile.lab.dtypes import DTYPES
@@ -22,6 +20,8 @@ from flashtile.lab.profile import ncu
 from flashtile.lab.profile.ceilings import Ceilings
 from flashtile.lab.profile.ncu import Kernel
 from flashtile.lab.profile.rows import KernelRow
+from flashtile.plans.arch import Arch
+from flashtile.plans.plan import Step
 from flashtile.runtime import cache
 from flashtile.runtime.nvrtc import Resources
 

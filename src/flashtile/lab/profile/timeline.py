@@ -21,11 +21,11 @@ from flashtile.backends import cuda, executor
 from flashtile.backends.base import Grads
 from flashtile.backends.executor import Launch
 from flashtile.errors import Unsupported, unsupported, value_error
-from flashtile.kernels.plan import Step
 from flashtile.lab.bench import files, plots
 from flashtile.lab.bench.points import Point
 from flashtile.lab.bench.rows import Environment
 from flashtile.lab.bench.tables import Table
+from flashtile.plans.plan import Step
 from flashtile.problem import AttentionArgs
 from flashtile.runtime import nvrtc
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from rich.console import Console
 
 from flashtile.errors import Unsupported, unsupported, value_error
-from flashtile.kernels.arch import Arch
 from flashtile.lab.bench import device
 from flashtile.lab.bench.command import Options
 from flashtile.lab.bench.files import writable_folder
@@ -26,6 +25,7 @@ from flashtile.lab.profile.ncu import Call
 from flashtile.lab.tiles import figures, study, tables
 from flashtile.lab.tiles.rows import TileRow
 from flashtile.lab.tiles.study import Study, Trial
+from flashtile.plans.arch import Arch
 
 _BUDGET_S, _CALL_LIMIT_S, _COMPILE_LIMIT_S = 0.05, 6.0, 150.0
 

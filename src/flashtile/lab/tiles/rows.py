@@ -31,7 +31,7 @@ class TileFacts:
     spill_bytes: int | None
     blocks: int | None  # that a multiprocessor holds at a time, by the driver
     occupancy: float | None  # in theory, by the driver: resident warps over the most there can be, 0 to 1
-    computed_occupancy: float | None  # the same without a driver (kernels/arch.py)
+    computed_occupancy: float | None  # the same without a driver (plans/arch.py)
     status: str  # as in bench.rows
     reason: str
     median_ms: float | None

@@ -19,14 +19,14 @@ from flashtile.backends import cuda, executor
 from flashtile.backends.call import scalars_of, tensors_of
 from flashtile.errors import dtype_name, unsupported, value_error
 from flashtile.families import Row, Tile
-from flashtile.kernels.arch import Arch
-from flashtile.kernels.plan import Step
-from flashtile.kernels.spec import CallLayout, Features, PlanKey
 from flashtile.lab.bench import providers
 from flashtile.lab.bench.points import Inputs, Plan, Point
 from flashtile.lab.bench.providers import Attend, Provider
 from flashtile.lab.dtypes import DTYPES
 from flashtile.lab.profile.gpu import current_arch
+from flashtile.plans.arch import Arch
+from flashtile.plans.plan import Step
+from flashtile.plans.spec import CallLayout, Features, PlanKey
 from flashtile.problem import AttentionArgs
 from flashtile.runtime import cache
 from flashtile.runtime.nvrtc import CompileError, Resources
@@ -188,7 +188,7 @@ class TileUse:
 
     @cached_property
     def computed_occupancy(self) -> float:
-        """Returns the occupancy by kernels/arch.py, which knows no driver."""
+        """Returns the occupancy by plans/arch.py, which knows no driver."""
         return self._share(
             self.arch.blocks_per_multiprocessor(self.step.num_threads, self.resources.registers, self.step.shared_bytes)
         )

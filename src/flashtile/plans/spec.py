@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flashtile.errors import dtype_name
-from flashtile.kernels.arch import Arch
-from flashtile.kernels.length_class import LengthClass
+from flashtile.plans.arch import Arch
+from flashtile.plans.length_class import LengthClass
 from flashtile.problem import Problem
 
 DTYPES = ("float32", "float16", "bfloat16")  # that some family takes

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-from flashtile.kernels.length_class import PACKED_ROWS
-from flashtile.kernels.params import DROPOUT_ORIGIN, Params, Struct, field_at
-from flashtile.kernels.plan import (
+from flashtile.plans.length_class import PACKED_ROWS
+from flashtile.plans.params import DROPOUT_ORIGIN, Params, Struct, field_at
+from flashtile.plans.plan import (
     AnyStep,
     Bounded,
     BroadcastSize,
@@ -30,7 +30,7 @@ from flashtile.kernels.plan import (
     Value,
     Workspace,
 )
-from flashtile.kernels.spec import CallLayout
+from flashtile.plans.spec import CallLayout
 
 # What kernels expect of the optional tensors
 _OPTIONAL = (

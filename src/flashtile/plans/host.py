@@ -7,9 +7,9 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-from flashtile.kernels.operands import assembled, call_values, forward_operands
-from flashtile.kernels.params import WIDE_NUMBERS, WideParams, field_at
-from flashtile.kernels.plan import (
+from flashtile.plans.operands import assembled, call_values, forward_operands
+from flashtile.plans.params import WIDE_NUMBERS, WideParams, field_at
+from flashtile.plans.plan import (
     ENGINE_DTYPES,
     AnyStep,
     EnginePass,
@@ -20,7 +20,7 @@ from flashtile.kernels.plan import (
     Scalar,
     Workspace,
 )
-from flashtile.kernels.spec import CallLayout
+from flashtile.plans.spec import CallLayout
 
 HOST_PAD = 16  # head dims in workspaces are padded to a multiple of this (csrc/cpu/tiles.h)
 

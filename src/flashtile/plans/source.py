@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from flashtile.kernels import mutation
-from flashtile.kernels.params import Struct, layout_asserts
-from flashtile.kernels.spec import CPP_TYPES, Features
+from flashtile.plans import mutation
+from flashtile.plans.params import Struct, layout_asserts
+from flashtile.plans.spec import CPP_TYPES, Features
 
 
 def cpp_type(dtype: str) -> str:
