@@ -50,7 +50,6 @@ FT_DEVICE float dot8(uint4 a, uint4 b) {
 
 template <typename T, class SeqInfo, i32 kSlabs>
 __global__ void __launch_bounds__(kStepThreads) bwd_sm90_preprocess_kernel(const FT_GRID_CONSTANT Params p) {
-  KeyTile::clear_order(p);
   StepRows<SeqInfo> rows(p);
   const T* gO = query_rows(static_cast<const T*>(p.out), p.out_strides, rows.s, rows.head);
   const T* gdO = query_rows(static_cast<const T*>(p.dout), p.dout_strides, rows.s, rows.head);
@@ -76,6 +75,7 @@ __global__ void __launch_bounds__(kStepThreads) bwd_sm90_preprocess_kernel(const
       bool is_empty = lse == -infinity();
       if constexpr (mutates(Mutation::bwd_sm90_delta)) sum = 0.0f;
       if (p.dlse != nullptr) sum -= p.dlse[stat];
+      if (!SeqInfo::kHasLengths && p.dq_order != nullptr) p.dq_order[stat] = 0;
       p.delta[stat] = is_empty ? 0.0f : sum;
       p.score_lse[stat] = is_empty ? infinity() : in_score_unit(has_natural_scores(p), lse);
     }
@@ -86,6 +86,8 @@ __global__ void __launch_bounds__(kStepThreads) bwd_sm90_preprocess_kernel(const
       row[lane] = row[lane + 8] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
   }
+  // Bad lengths may leave rows without a block
+  if constexpr (SeqInfo::kHasLengths) KeyTile::clear_order(p);
 }
 
 template <typename T, class SeqInfo, i32 kSlabs>
