@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import itertools
+import math
 import random
 import sys
 import warnings
@@ -268,6 +269,35 @@ def test_float64_has_the_accuracy_of_float64(isa: str, seed: int, monkeypatch: p
         for mine, theirs in zip(found, expected, strict=True):
             assert mine.dtype == torch.float64
             torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    ("scale", "softcap", "size"),
+    [
+        (2.0**-1000, 2.0**60, 2.0**1003),  # scale / softcap is subnormal
+        (-(2.0**-1020), 2.0**100, 2.0**1019),  # or 0
+        (2.0**-1030, 3.0, 2.0**1020),  # so is the scale
+        (1.0, 2.0**-1060, 1.0),  # or the softcap
+        (2.0**900, 2.0**-900, 1.0),  # their quotient is no number
+        (2.0**600, 5.0, 2.0**600),  # nor is a score before the softcap
+    ],
+)
+def test_any_softcap_and_scale_in_float64(
+    scale: float, softcap: float, size: float, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHTILE_CPU_ISA", isa)
+    q, k, v = (torch.randn(1, 2, 5, 1, dtype=torch.float64) for _ in range(3))
+    q[:, :, :, 0] *= 2.0 ** (math.log2(size) // 2)
+    k[:, :, :, 0] *= size / 2.0 ** (math.log2(size) // 2)
+    leaf = v.requires_grad_()
+    out, lse = flashtile.attention(q, k, leaf, scale=scale, softcap=softcap, return_lse=True)
+    scores = softcap * torch.tanh(q @ k.transpose(-1, -2) * scale / softcap)
+    torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-13, atol=1e-13)
+    weights = scores.softmax(-1)
+    torch.testing.assert_close(out, weights @ v, rtol=1e-13, atol=1e-13)
+    dv = torch.autograd.grad(out.sum(), leaf)[0]
+    torch.testing.assert_close(dv, weights.sum(-2)[..., None], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("isa", ISAS)

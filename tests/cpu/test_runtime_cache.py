@@ -6,6 +6,8 @@ import errno
 import hashlib
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -281,6 +283,52 @@ def test_an_unreadable_file_is_a_miss(tmp_path):
         assert KernelCache.default().load(KEY) is None
     with pytest.warns(CacheWarning, match="cannot write"):
         KernelCache.default().store(KEY, KERNEL)
+
+
+def make_pipe(path: Path) -> None:
+    os.mkfifo(path, 0o600)
+
+
+def make_endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def make_huge(path: Path) -> None:
+    path.touch(0o600)
+    os.truncate(path, 1 << 40)  # takes no room on the disk
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes in folders")
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(make_pipe, "not a regular file"), (make_endless, "not a regular file"), (make_huge, "more than 268435456 bytes")],
+)
+@pytest.mark.parametrize("kind", ["kernel", "toolchain"])
+def test_only_files_of_a_bounded_size_are_read(tmp_path, make, reason, kind):
+    """In a process of its own, whose memory is limited: one that waits or reads without end is a failure, too."""
+    name = f"{KEY}.{kind}"
+    cached = KernelCache.default()
+    cached.store(KEY, KERNEL)
+    (tmp_path / "cache" / name).unlink(missing_ok=True)
+    make(tmp_path / "cache" / name)
+    load = f"found._read({name!r}, {KEY!r}, {{}})"
+    code = f"""if 1:
+        import resource, signal
+        from flashtile.runtime.cache import KernelCache
+        signal.alarm(300)
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 33, 1 << 33))
+        found = KernelCache.default()
+        assert {load} is None
+        print([(kernel.flashtile, kernel.num_bytes) for kernel in found.stored()])
+    """
+    done = subprocess.run([sys.executable, "-W", "always", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert reason in done.stderr
+    if kind == "kernel":
+        size = (tmp_path / "cache" / name).lstat().st_size
+        assert done.stdout.strip() == str([("", size)])
+        cached.store(KEY, KERNEL)
+        assert quietly(cached.load, KEY) == KERNEL
 
 
 @pytest.mark.parametrize("failing", ["mkstemp", "write", "replace"])

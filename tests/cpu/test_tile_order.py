@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from flashtile.backends import cuda
+from flashtile.families.steps import SM90_STEP_ROWS, SM90_STEP_THREADS
 from flashtile.problem import MAX_LENGTH, AttentionArgs, Problem
 from flashtile.runtime.nvrtc import INCLUDE
 
@@ -26,7 +27,7 @@ BUILTINS = """
 #include <cstdint>
 #include <cstring>
 struct Index { unsigned x = 0; };
-inline thread_local Index blockIdx, gridDim, threadIdx;
+inline thread_local Index blockIdx, blockDim, gridDim, threadIdx;
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
@@ -42,9 +43,14 @@ inline int __float_as_int(float x) { int y; std::memcpy(&y, &x, 4); return y; }
 SOURCE = (
     BUILTINS
     + """
+#include <vector>
+#include "flashtile/device/ptx/sync.cuh"
+int processors = 132;
+#define num_multiprocessors() processors
 #include "flashtile/device/attn/key_tile.cuh"
 #include "flashtile/device/attn/mask_bits.cuh"
 #include "flashtile/device/attn/scheduler.cuh"
+#include "flashtile/device/ptx/bulk.cuh"
 using namespace flashtile;
 // order: 0 as they come, 1 pairs under a band, 2 in rotation. cu_seqlens: of packed sequences, or null.
 extern "C" int tiles_of(int block, int grid, int order, int batch, int heads, int seqlen_q, int shares_bias,
@@ -105,8 +111,70 @@ extern "C" void key_tiles_of(int grid, int heads_kv, int batch, int is_banded, i
     blockIdx.x = index;
     auto tile = is_banded ? KeyTile::find<64, 128, Mask<true, false>, SeqInfo<true>>(p)
                           : KeyTile::find<64, 128, Mask<false, false>, SeqInfo<true>>(p);
-    tiles[3 * index] = tile.j_begin / 128, tiles[3 * index + 1] = tile.kv_head, tiles[3 * index + 2] = tile.s.batch_idx;
+    tiles[3 * index] = tile.has_keys() ? tile.j_begin / 128 : 1 << 20;
+    tiles[3 * index + 1] = tile.kv_head, tiles[3 * index + 2] = tile.s.batch_idx;
   }
+}
+// The first block, and its query tile, whose turn has not come when all blocks before it have ended, of a backward pass
+// with fixed sums of dQ; or -1. A tile is 2 queries and 3 keys.
+template <class Mask>
+int first_to_wait(const Params& p) {
+  std::vector<int> counts(p.lse_size);
+  for (int index = 0; index < (ceil_div(p.total_k, 3) + p.batch) * p.heads_kv; ++index) {
+    blockIdx.x = index;
+    KeyTile tile = KeyTile::find<2, 3, Mask, SeqInfo<true>>(p);
+    bool waits = false;
+    if (tile.has_keys()) {
+      tile.for_each_query_tile<2>([&](i32 head, i32 i, u32) {
+        int& count = counts.at(stat_index(p, tile.s, head, i));
+        waits |= !is_due(count++, tile.dq_order<2, 3, Mask>(p, i));
+      });
+    }
+    if (waits) return index;
+  }
+  return -1;
+}
+// sizes: batch, total_q, total_k, heads, heads_kv, longest q, longest k, is_banded, multiprocessors
+extern "C" int block_that_waits(const int* sizes, const int* cu_seqlens_q, const int* cu_seqlens_k,
+                                const int* seqused_k) {
+  Params p{};
+  i32 unused;
+  p.batch = sizes[0], p.total_q = sizes[1], p.total_k = sizes[2], p.heads = sizes[3], p.heads_kv = sizes[4];
+  p.seqlen_q = sizes[5], p.seqlen_k = sizes[6], processors = sizes[8];
+  p.cu_seqlens_q = cu_seqlens_q, p.cu_seqlens_k = cu_seqlens_k, p.seqused_k = seqused_k;
+  p.lse_head_stride = p.total_q, p.lse_size = p.heads * p.total_q, p.dq_order = &unused;
+  p.window_left = -1, p.window_right = sizes[7] ? 0 : -1;
+  return sizes[7] ? first_to_wait<Mask<true, false>>(p) : first_to_wait<Mask<false, false>>(p);
+}
+// Of all calls with these sizes and bounds from -1 to the totals, how many have a block that waits. The last one of them
+// goes to `found`: cu_seqlens_q, cu_seqlens_k.
+extern "C" int calls_that_wait(const int* sizes, int* found) {
+  int num_bounds = sizes[0] + 1, num_waiting = 0;
+  std::vector<int> bounds(2 * num_bounds, -1);
+  while (true) {
+    if (block_that_waits(sizes, bounds.data(), bounds.data() + num_bounds, nullptr) >= 0) {
+      ++num_waiting;
+      std::memcpy(found, bounds.data(), bounds.size() * sizeof(int));
+    }
+    std::size_t place = 0;
+    while (place < bounds.size() && bounds[place] == sizes[place < num_bounds ? 1 : 2]) bounds[place++] = -1;
+    if (place == bounds.size()) return num_waiting;
+    ++bounds[place];
+  }
+}
+// How many counts of turns stay after the blocks of a grid have cleared them.
+extern "C" int counts_left(int grid, int threads, int lse_size) {
+  Params p{};
+  std::vector<int> counts(lse_size + 1, 1);
+  p.dq_order = counts.data(), p.lse_size = lse_size, blockDim.x = threads;
+  for (int thread = 0; thread < threads * grid; ++thread) {
+    blockIdx.x = thread / threads, threadIdx.x = thread % threads;
+    KeyTile::clear_order(p);
+  }
+  threadIdx.x = 0;
+  int sum = 0;
+  for (int count : counts) sum += count;
+  return sum - 1;  // the one behind stays
 }
 // The key tiles of [n_begin, n_end) that a consumer walks over; the last number says which of them are full.
 extern "C" int walk(const uint2* map, int num_rows, int seqlen_k, int i_begin, int i_end, int consumer, int n_begin,
@@ -291,6 +359,50 @@ def test_blocks_of_packed_keys(library: ctypes.CDLL, seed: int, is_banded: int, 
             ordered = sorted(found, key=lambda tile: (tile[2], tile[1]))
             rows = {(h, b): [m for m, *row in ordered if row == [h, b]] for _, h, b in ordered}
             assert all(row == sorted(row, reverse=bool(is_banded)) for row in rows.values())
+
+
+@pytest.mark.parametrize("is_banded", [0, 1])
+def test_no_turn_waits_for_ever_whatever_the_bounds(library: ctypes.CDLL, is_banded: int) -> None:
+    """All bounds of three sequences of at most 4 queries and 7 keys, most of which no call may have. In a fixed order of
+    sums each block finds its turn when the blocks before it have ended, so blocks that start in this order all end."""
+    found = numbers([0] * 8)
+    sizes = numbers([3, 4, 7, 1, 1, 4, 7, is_banded, 1])
+    assert library.calls_that_wait(sizes, found) == 0, list(found)
+
+
+def draw_bounds(draw: random.Random, batch: int, total: int) -> list[int]:
+    """Bounds that may decrease, now and then, or in any order, or far outside."""
+    bounds = [draw.randint(0, total) for _ in range(batch + 1)]
+    kind = draw.choice(("any order", "some", "far"))
+    if kind != "any order":
+        bounds.sort()
+        for _ in range(draw.randint(0, 3)):
+            b = draw.randrange(batch + 1)
+            bounds[b] = draw.randint(-(2**31), 2**31 - 1) if kind == "far" else draw.randint(0, total)
+    return bounds
+
+
+def test_no_turn_waits_for_ever_with_many_sequences(library: ctypes.CDLL, seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(20_000):
+        batch, total_q, total_k = draw.randint(1, 90), draw.randint(1, 60), draw.randint(1, 60)
+        heads_kv, group = draw.randint(1, 3), draw.randint(1, 2)
+        longest = draw.choice(((total_q, total_k), (draw.randint(1, total_q), draw.randint(1, total_k))))
+        used = [draw.randint(-1, total_k) for _ in range(batch)] if draw.random() < 0.3 else None
+        sizes = [batch, total_q, total_k, heads_kv * group, heads_kv, *longest, draw.randint(0, 1), draw.choice((1, 9))]
+        q, k = draw_bounds(draw, batch, total_q), draw_bounds(draw, batch, total_k)
+        waiting = library.block_that_waits(numbers(sizes), numbers(q), numbers(k), used and numbers(used))
+        assert waiting < 0, (waiting, sizes, q, k, used)
+
+
+@pytest.mark.parametrize(("heads", "batch", "rows"), [(1, 1, 1), (3, 1, 31), (2, 5, 4), (1, 1, 1000), (4, 7, 129)])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_every_count_of_turns_is_cleared(
+    library: ctypes.CDLL, heads: int, batch: int, rows: int, is_packed: bool
+) -> None:
+    """By the launch before, whose grid follows from the sizes alone."""
+    per_head = rows // SM90_STEP_ROWS + batch if is_packed else -(-rows // SM90_STEP_ROWS) * batch
+    assert library.counts_left(per_head * heads, SM90_STEP_THREADS, heads * rows * (1 if is_packed else batch)) == 0
 
 
 @pytest.mark.parametrize(

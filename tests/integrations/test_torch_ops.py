@@ -323,6 +323,21 @@ def test_the_probabilities_of_math_are_nan(report: torch_ops.Report) -> None:
         torch.testing.assert_close(out, F.scaled_dot_product_attention(q, q, q))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_autocast_casts_the_function_and_not_the_operator(
+    report: torch_ops.Report, dtype: torch.dtype, needs_grad: bool
+) -> None:
+    q = torch.randn(1, 2, 5, 8, dtype=dtype, requires_grad=needs_grad)
+    with torch.autocast("cpu", dtype=torch.float16):
+        out = aten._scaled_dot_product_attention_math(q, q, q)[0]
+        assert F.scaled_dot_product_attention(q, q, q[..., :4]).dtype == torch.float16
+    assert report.served == {MATH: 2}
+    assert out.dtype == dtype
+    with sdpa_kernel(SDPBackend.MATH):
+        torch.testing.assert_close(out, F.scaled_dot_product_attention(q, q, q))
+
+
 # Ways to the operators
 
 

@@ -35,7 +35,7 @@ def facts(cache: KernelCache) -> dict[str, Any]:
     elif not exists:
         found["status"] = "not there yet: made when the first kernel is compiled"
     else:
-        sizes = [path.stat().st_size for path in cache.directory.glob("*.kernel")]
+        sizes = [path.lstat().st_size for path in cache.directory.glob("*.kernel")]
         found |= {"files": len(sizes), "bytes": sum(sizes)}
     return found
 

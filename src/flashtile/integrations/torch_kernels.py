@@ -7,6 +7,7 @@ compiled graphs rely on them. What a function does not serve it refuses by Unsup
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -443,8 +444,10 @@ def math(
         raise value_error("attn_mask", "a mask with is_causal=True", "one of the two")
     if dropout_mask is not None:
         raise unsupported("dropout_mask", "a tensor", "None")
-    out = facades.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    # Autocast casts scaled_dot_product_attention, not this operator
+    with torch.autocast(query.device.type, enabled=False) if ops.is_autocasting() else nullcontext():
+        out = facades.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     probabilities = query.new_full((), float("nan")).expand(*out.shape[:-1], key.shape[-2])
     return out, probabilities.detach()

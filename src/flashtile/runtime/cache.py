@@ -42,6 +42,7 @@ _LENGTH = struct.Struct("<Q")
 _MAGIC = b"FLASHTIL"
 _FORMAT = 1
 _KERNEL_FIELDS = {"arch": str, "symbols": dict, "log": str}
+_LARGEST_FILE = 1 << 28  # bytes; kernels have less than 1 % of it
 _STALE_S = 3600.0  # a temporary file this old belongs to a process that was killed
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include\b[ \t]*(?:["<]([^">\n]+)[">])?', re.MULTILINE)
 # Of kernels, of digests, and of what a process has not finished
@@ -111,15 +112,14 @@ class KernelCache:
         found = []
         for path in [] if directory is None else sorted(directory.glob("*.kernel")):
             try:
-                data = path.read_bytes()
+                num_bytes = path.lstat().st_size
+                meta, _ = _unpack(_content(path), path.stem, _KERNEL_FIELDS)
             except FileNotFoundError:  # another process may have removed it
                 continue
-            try:
-                meta, _ = _unpack(data, path.stem, _KERNEL_FIELDS)
-            except ValueError:
+            except (OSError, ValueError):
                 meta = {}
             version, compiler, arch = (str(meta.get(name, "")) for name in ("flashtile", "nvrtc", "arch"))
-            found.append(Stored(version, compiler, arch, len(data)))
+            found.append(Stored(version, compiler, arch, num_bytes))
         return found
 
     def clear(self) -> int:
@@ -154,10 +154,7 @@ class KernelCache:
             return None
         path = directory / name
         try:
-            with path.open("rb") as file:
-                if not _belongs_to_user(os.fstat(file.fileno())):
-                    raise ValueError("it belongs to another user")
-                return _unpack(file.read(), key, fields)
+            return _unpack(_content(path), key, fields)
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
@@ -324,6 +321,22 @@ def _remove_stale(directory: Path) -> None:
             with contextlib.suppress(OSError):  # another process may have removed it
                 if time.time() - path.lstat().st_mtime > _STALE_S:
                     path.unlink()
+
+
+def _content(path: Path) -> bytes:
+    """The bytes of a file of the user. Raises ValueError for what is no such file, or too large: a pipe would block, a
+    device may have no end."""
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    with os.fdopen(os.open(path, flags), "rb") as file:
+        state = os.fstat(file.fileno())
+        if not stat.S_ISREG(state.st_mode):
+            raise ValueError("it is not a regular file")
+        if not _belongs_to_user(state):
+            raise ValueError("it belongs to another user")
+        content = file.read(_LARGEST_FILE + 1) if state.st_size <= _LARGEST_FILE else None
+    if content is None or len(content) > _LARGEST_FILE:
+        raise ValueError(f"it has more than {_LARGEST_FILE} bytes")
+    return content
 
 
 def _belongs_to_user(state: os.stat_result) -> bool:

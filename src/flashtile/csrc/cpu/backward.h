@@ -151,7 +151,7 @@ void sequence_gradients(const EngineCall& call, MainScratch& t, const Sequence& 
 
 void main_task(const EngineCall& call, i64 task, void* base) {
   const Params& p = *call.params;
-  [[maybe_unused]] FlushDenormals flush(scale_of(p));
+  [[maybe_unused]] FlushDenormals flush(has_normal_factors(p));
   MainScratch t(call, static_cast<real*>(base));
   i32 split = static_cast<i32>(task % p.num_splits), head_kv = static_cast<i32>(task / p.num_splits % p.heads_kv);
   // With pages one task handles all sequences, because they may share pages
@@ -215,7 +215,7 @@ struct BiasScratch {
 
 void bias_task(const EngineCall& call, i64 task, void* base) {
   const Params& p = *call.params;
-  [[maybe_unused]] FlushDenormals flush(scale_of(p));
+  [[maybe_unused]] FlushDenormals flush(has_normal_factors(p));
   BiasScratch t(call, static_cast<real*>(base));
   BackwardTile& tile = t.tile;
   i32 block_m = tile.plan.block_m, block_n = tile.plan.block_n;

@@ -98,7 +98,7 @@ void forward_task(const EngineCall& call, i64 task, void* base) {
   const Params& p = *call.params;
   ForwardPlan plan(call);
   ForwardScratch t(p, plan, static_cast<real*>(base));
-  [[maybe_unused]] FlushDenormals flush(scale_of(p));
+  [[maybe_unused]] FlushDenormals flush(has_normal_factors(p));
 
   // Find the queries. Last blocks come first: under a causal mask they see the most keys
   i32 m_block = plan.num_m_blocks - 1 - static_cast<i32>(task % plan.num_m_blocks);

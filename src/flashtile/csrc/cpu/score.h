@@ -23,6 +23,10 @@ FT_INLINE float softcap_factor_of(const Params& p) { return p.softcap_factor; }
 FT_INLINE float keep_factor_of(const Params& p) { return p.keep_factor; }
 #endif
 FT_INLINE bool has_softcap(const Params& p) { return softcap_of(p) > 0; }
+FT_INLINE bool has_normal_factors(const Params& p) {
+  real scale = scale_of(p) < 0 ? -scale_of(p) : scale_of(p);
+  return scale >= kSmallestNormal && (!has_softcap(p) || softcap_of(p) >= kSmallestNormal);
+}
 
 struct Sequence {
   i32 batch_idx;
@@ -103,10 +107,14 @@ FT_INLINE real in_score_unit(const Params& p, real x) {
   return max_of(-kLargest, min_of(kLargest, x * kLog2e));
 }
 
-// The factor of a dot product: it gives the score, or the argument of the softcap's tanh. Q itself is not scaled,
-// because the rounding errors of a scaled Q would add up over head_dim.
+// In float64 scale / softcap may be subnormal, so scores are divided by the softcap one by one. In float32 no softcap
+// comes here that is so large (kernels/params.py: kernel_softcap).
+constexpr bool kDividesBySoftcap = sizeof(real) == sizeof(double);
+
+// The factor of a dot product: it gives the score, or the argument of the softcap's tanh (up to the softcap). Q itself
+// is not scaled, because the rounding errors of a scaled Q would add up over head_dim.
 FT_INLINE real dot_factor(const Params& p) {
-  if (has_softcap(p)) return softcap_factor_of(p);
+  if (has_softcap(p)) return kDividesBySoftcap ? scale_of(p) : softcap_factor_of(p);
   return has_natural_scores(p) ? scale_of(p) : scale_log2_of(p);
 }
 
@@ -119,7 +127,7 @@ void modify_scores(const EngineCall& call, const Sequence& sequence, const Query
   if (has_softcap(p)) {
     real cap = in_score_unit(p, softcap_of(p));
     for (i32 c = columns.begin; c < columns.end; c += kLanes) {
-      vf t = tanh_of(load(s + c));
+      vf x = load(s + c), t = tanh_of(kDividesBySoftcap ? x / softcap_of(p) : x);
       store(s + c, t * cap);
       if (softcap_grad != nullptr) store(softcap_grad + c, 1.0f - t * t);
     }

@@ -233,16 +233,16 @@ FT_INLINE real horizontal_sum(vf x) {
 }
 
 // Flushes denormals to zero during its lifetime: the tail of a softmax has many of them, and they are slow. Not where
-// the scale is one.
+// a factor of the scores is one.
 struct FlushDenormals {
 #if defined(__x86_64__)
   u32 saved = _mm_getcsr();
-  explicit FlushDenormals(real scale) {
-    if (scale <= -kSmallestNormal || scale >= kSmallestNormal) _mm_setcsr(saved | 0x8040u);
+  explicit FlushDenormals(bool has_normal_factors) {
+    if (has_normal_factors) _mm_setcsr(saved | 0x8040u);
   }
   ~FlushDenormals() { _mm_setcsr(saved); }
 #else
-  explicit FlushDenormals(real) {}
+  explicit FlushDenormals(bool) {}
 #endif
 };
 

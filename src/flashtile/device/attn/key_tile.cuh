@@ -48,7 +48,16 @@ struct KeyTile {
     tile.m_end = queries.begin < queries.end ? ceil_div(queries.end, kBlockM) : tile.m_begin;
     tile.num_heads = p.heads / p.heads_kv;
     tile.first_head = tile.kv_head * tile.num_heads;
+    // A block that waits for a tile without a block would wait for ever
+    if (p.dq_order != nullptr && has_packed_keys<SeqInfo>(p)) {
+      if (!packed_key_tiles(p, kBlockN).has_all_counted(tile.s.batch_idx)) tile.s.seqlen_k = 0;
+    }
     return tile;
+  }
+  // Zeros the counts of turns, in a launch before. It has a thread or more for each row of lse, whatever the lengths.
+  FT_DEVICE static void clear_order(const Params& p) {
+    i64 at = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (p.dq_order != nullptr && at < p.lse_size) p.dq_order[at] = 0;
   }
   // The KV heads whose blocks start in turn.
   template <i32 kBlockM>

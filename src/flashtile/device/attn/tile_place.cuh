@@ -63,6 +63,13 @@ struct PackedTiles {
     }
     return {b, num_tiles, num_tiles, -1, 0};
   }
+  // True if every counted tile of a sequence has an index. Where starts decrease, which they must not, some may have
+  // none. A later tile is never found in an earlier sequence, so the first and the last one tell of all.
+  FT_DEVICE bool has_all_counted(i32 b) const {
+    i32 start = clamp(starts[b], 0, total), end = clamp(starts[b + 1], start, total);
+    i32 first = quotient(start, tile_rows), last = quotient(end, tile_rows) - 1;
+    return last < first || (search(first) == b && search(last) == b);
+  }
   // How many of the rests at index, index + step, ... do not exist before one that does; kWays where none of so many
   // does. Indices past the last count as such that exist.
   FT_DEVICE i32 num_missing(i32 index, i32 step, i32 num_rows) const {

@@ -6,7 +6,8 @@
 // memory, so the grid depends on no length. Where keys may not be split, a row tile is one unit. The share is larger
 // than an even one where a row tile would be cut into so many parts that joining them took longer than their keys.
 //
-// Units are counted in 32 bits: there are fewer than 2^31 of them.
+// Units are counted in 32 bits. Where bad lengths give more than kMaxUnits, the line ends there: all blocks must agree
+// on it, or some would look for sequences that do not exist, wait for parts that nobody has, or leave flags set.
 //
 // A block walks its units from the last to the first. Of the row tiles in its share the last may continue in the next
 // block: its partial result is stored first of all. The first may have begun in blocks before: it comes last, and this
@@ -41,6 +42,7 @@ template <class Config, class Mask, class SeqInfo>
 struct DecodeSchedule {
   using Packing = HeadPacking<Config>;
   static constexpr i32 kBlockN = Config::kBlockN;
+  static constexpr i32 kMaxUnits = 7 << 28;   // of at least 8 blocks, a share more fits 32 bits
   static constexpr i32 kLengthsInFlight = 4;  // of a lane: none needs the result of another
 
   // What a sequence adds to the line.
@@ -66,8 +68,19 @@ struct DecodeSchedule {
     found.n_begin = keys.begin / kBlockN;
     if (p.num_splits > 1) found.num_units = max_of(1, ceil_div(keys.end, kBlockN) - found.n_begin);
     if (found.s.seqlen_q > num_queries) found.num_m_blocks = ceil_div(found.s.seqlen_q, num_queries);
-    found.total = found.s.seqlen_q > 0 ? found.num_units * found.num_m_blocks * Packing::num_rows(p) : 0;
+    i32 num_row_tiles = found.s.seqlen_q > 0 ? found.num_m_blocks * Packing::num_rows(p) : 0;
+    if constexpr (SeqInfo::kHasLengths) {
+      i64 total = static_cast<i64>(found.num_units) * num_row_tiles;
+      found.total = total < kMaxUnits ? static_cast<i32>(total) : kMaxUnits;
+    } else {
+      found.total = found.num_units * num_row_tiles;
+    }
     return found;
+  }
+  // A sum of units, at most kMaxUnits.
+  FT_DEVICE static i32 sum_of(i32 a, i32 b) {
+    u32 sum = static_cast<u32>(a) + static_cast<u32>(b);
+    return sum < static_cast<u32>(kMaxUnits) ? static_cast<i32>(sum) : kMaxUnits;
   }
   // What a lane has found. Scope: warp.
   FT_DEVICE static Work from_lane(const Work& found, i32 lane) {
@@ -83,7 +96,7 @@ struct DecodeSchedule {
 #pragma unroll
     for (i32 distance = 1; distance < 32; distance *= 2) {
       i32 other = __shfl_up_sync(0xffffffffu, x, distance);
-      x += static_cast<i32>(threadIdx.x % 32) >= distance ? other : 0;
+      x = sum_of(x, static_cast<i32>(threadIdx.x % 32) >= distance ? other : 0);
     }
     return x;
   }
@@ -106,7 +119,7 @@ struct DecodeSchedule {
 #pragma unroll kLengthsInFlight
           for (i32 i = start + lane; i - lane < end; i += 32) {
             found_here = find(from + min_of(i, count - 1));
-            sum += i < end ? found_here.total : 0;
+            sum = sum_of(sum, i < end ? found_here.total : 0);
           }
           if (!is_last) sum = __shfl_sync(0xffffffffu, running_sum(sum), 31);
           if (is_last || place == lane) units = sum;
@@ -117,8 +130,9 @@ struct DecodeSchedule {
           if (is_done()) return;
           is_summed = true;
         }
-        i32 found = __ffs(__ballot_sync(0xffffffffu, before + sum >= next)) - 1;
-        before += __shfl_sync(0xffffffffu, sum - units, found);
+        i32 found = __ffs(__ballot_sync(0xffffffffu, sum_of(before, sum) >= next)) - 1;
+        i32 earlier = __shfl_sync(0xffffffffu, sum, max_of(found - 1, 0));
+        before += found > 0 ? earlier : 0;
         if (is_last) {
           batch = from + found;
           work = from_lane(found_here, found);
@@ -169,7 +183,9 @@ struct DecodeSchedule {
     // Find the row tile of the last unit left, and this block's part of it
     i32 row_tile = (next - 1 - first) / work.num_units, m_block = 0, head = row_tile;
     if (work.num_m_blocks > 1) head = row_tile / work.num_m_blocks, m_block = row_tile - head * work.num_m_blocks;
-    i32 tile_begin = first + row_tile * work.num_units, tile_end = tile_begin + work.num_units;
+    i32 tile_begin = first + row_tile * work.num_units, num_units = work.num_units;
+    if constexpr (SeqInfo::kHasLengths) num_units = min_of(num_units, kMaxUnits - tile_begin);
+    i32 tile_end = tile_begin + num_units;
     i32 from = max_of(begin, tile_begin);
     DecodeItem item;
     item.coord = {m_block, 0, Packing::first_head(p, head), batch};

@@ -8,6 +8,7 @@
 // Threads: 8 lanes per row, 16 rows per pass of a block, kStepRows rows per block.
 #pragma once
 
+#include "flashtile/device/attn/key_tile.cuh"
 #include "flashtile/device/attn/score_unit.cuh"
 #include "flashtile/device/attn/sequence.cuh"
 #include "flashtile/device/attn/tile_place.cuh"
@@ -74,7 +75,7 @@ __global__ void __launch_bounds__(kStepThreads) bwd_sm90_preprocess_kernel(const
       bool is_empty = lse == -infinity();
       if constexpr (mutates(Mutation::bwd_sm90_delta)) sum = 0.0f;
       if (p.dlse != nullptr) sum -= p.dlse[stat];
-      if (p.dq_order != nullptr) p.dq_order[stat] = 0;
+      if (!SeqInfo::kHasLengths && p.dq_order != nullptr) p.dq_order[stat] = 0;
       p.delta[stat] = is_empty ? 0.0f : sum;
       p.score_lse[stat] = is_empty ? infinity() : in_score_unit(has_natural_scores(p), lse);
     }
@@ -85,6 +86,8 @@ __global__ void __launch_bounds__(kStepThreads) bwd_sm90_preprocess_kernel(const
       row[lane] = row[lane + 8] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
   }
+  // Bad lengths may leave rows without a block
+  if constexpr (SeqInfo::kHasLengths) KeyTile::clear_order(p);
 }
 
 template <typename T, class SeqInfo, i32 kSlabs>
