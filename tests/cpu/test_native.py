@@ -27,10 +27,12 @@ from flashtile.backends import cuda, executor, native, registry
 from flashtile.backends.executor import Launch
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.families import assemble
+from flashtile.families.decode_sm90.family import DecodeSm90Params
+from flashtile.families.steps.append_kv import AppendParams
 from flashtile.integrations import torch_flash
 from flashtile.lab.check.draw import Drawer
 from flashtile.plans import plan as plans
-from flashtile.plans.params import AppendParams, DecodeSm90Params, Params
+from flashtile.plans.params import Params
 from flashtile.problem import DENSE_FIELDS, AttentionArgs, Problem, is_aligned16
 from flashtile.runtime import driver, extension
 from flashtile.testing import GRADS, Case

@@ -12,7 +12,8 @@ from torch import Tensor
 import flashtile
 from flashtile import families
 from flashtile.backends import native, registry
-from flashtile.families import assemble, fwd_sm90_f32_direct
+from flashtile.families import assemble
+from flashtile.families.fwd_sm90_f32_direct import family as direct_family
 from flashtile.families.fwd_sm90_f32_direct.family import FwdSm90F32Direct
 from flashtile.lab.check.report import Settings
 from flashtile.lab.check.runner import check
@@ -78,7 +79,7 @@ def direct() -> Iterator[None]:
 def direct_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernel of long calls, which looks at the numbers first, and that of short ones, for calls of any length."""
     least = 1 if request.param == "half" else 62
-    monkeypatch.setattr(fwd_sm90_f32_direct, "_MANY", ManyScores(least))
+    monkeypatch.setattr(direct_family, "_MANY", ManyScores(least))
     monkeypatch.setattr(FwdSm90F32Direct, "length_classes", (*FwdSm90F32Direct.length_classes, ManyScores(least)))
     return request.param
 
