@@ -188,7 +188,9 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         if type_name == "arbitrary" and attention_mask is None:
             raise value_error("attention_mask", None, "a mask, since attn_mask_type is arbitrary")
         if not uses_mask and attention_mask is not None:
-            raise value_error("attention_mask", attention_mask, "None, since attn_mask_type is no_mask", "Use arbitrary")
+            raise value_error(
+                "attention_mask", attention_mask, "None, since attn_mask_type is no_mask", "Use arbitrary"
+            )
         mask = None if attention_mask is None else ~_hidden(attention_mask)
         attend: Any = attention
         if self.cp_group is not None:
