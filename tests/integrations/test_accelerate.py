@@ -39,7 +39,12 @@ DECODER: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 # Lengths of the documents of each row of the batch
-DOCUMENTS = {"whole": [[ROWS], [ROWS]], "packed": [[5, 1, 11, 7], [20, 4]], "padded": [[ROWS], [17, -7]], "left": [[-5, 19], [ROWS]]}
+DOCUMENTS = {
+    "whole": [[ROWS], [ROWS]],
+    "packed": [[5, 1, 11, 7], [20, 4]],
+    "padded": [[ROWS], [17, -7]],
+    "left": [[-5, 19], [ROWS]],
+}
 
 
 def model(kind: str) -> Any:
@@ -81,7 +86,9 @@ def expected(kind: str, which: str) -> tuple[Tensor, dict[str, Tensor]]:
             if length > 0:
                 ids, labels = given["input_ids"][row : row + 1, part], given["labels"][row : row + 1, part]
                 logits = whole(input_ids=ids, use_cache=False).logits[0]
-                loss = loss + torch.nn.functional.cross_entropy(logits, shifted(labels)[0], reduction="sum", ignore_index=-100)
+                loss = loss + torch.nn.functional.cross_entropy(
+                    logits, shifted(labels)[0], reduction="sum", ignore_index=-100
+                )
     loss.backward()
     return loss.detach(), {name: x.grad for name, x in whole.named_parameters()}
 
@@ -112,7 +119,9 @@ def check(loss: Tensor, prepared: Any, kind: str, which: str, size: int) -> None
     found = {name.replace("_checkpoint_wrapped_module.", ""): x.grad for name, x in prepared.named_parameters()}
     assert found.keys() == gradients.keys()
     for name, gradient in found.items():
-        torch.testing.assert_close(full(gradient) * size, gradients[name], rtol=1e-3, atol=1e-5, msg=f"{kind} {which} {name}")
+        torch.testing.assert_close(
+            full(gradient) * size, gradients[name], rtol=1e-3, atol=1e-5, msg=f"{kind} {which} {name}"
+        )
 
 
 def train_step(group: Any, kind: str, which: str, checkpointing: bool = False) -> None:
@@ -137,7 +146,9 @@ def train_step(group: Any, kind: str, which: str, checkpointing: bool = False) -
     ):
         assert given["input_ids"].shape == (2, ROWS // size)
         logits = prepared(**given, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum", ignore_index=-100)
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), target.flatten(), reduction="sum", ignore_index=-100
+        )
         loss.backward()
     assert target.shape == (2, ROWS // size)
     for name, tensor in given.items():
@@ -164,7 +175,9 @@ def with_trainer(group: Any, kind: str, which: str) -> None:
             disable_tqdm=True, logging_strategy="no", average_tokens_across_devices=True, seed=0,
         )  # fmt: skip
         whole = model(which)
-        trainer = Trainer(whole, arguments, train_dataset=rows, data_collator=stacked, optimizer_cls_and_kwargs=(Stopped, {"lr": 0.1}))
+        trainer = Trainer(
+            whole, arguments, train_dataset=rows, data_collator=stacked, optimizer_cls_and_kwargs=(Stopped, {"lr": 0.1})
+        )
         ours.register(trainer)
         with contextlib.redirect_stdout(None):
             trainer.train()
@@ -172,7 +185,9 @@ def with_trainer(group: Any, kind: str, which: str) -> None:
     tokens = int(batch(kind)["labels"].ne(-100).sum())
     (found,) = seen
     for name, gradient in gradients.items():
-        torch.testing.assert_close(found[name] * tokens, gradient, rtol=1e-3, atol=1e-4, msg=f"Trainer, {kind} {which} {name}")
+        torch.testing.assert_close(
+            found[name] * tokens, gradient, rtol=1e-3, atol=1e-4, msg=f"Trainer, {kind} {which} {name}"
+        )
 
 
 def stacked(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ with warnings.catch_warnings():
     pytest.importorskip("megatron.core", exc_type=ImportError)
     from megatron.core import parallel_state
     from megatron.core.fusions import fused_softmax
+    from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer import dot_product_attention as theirs
@@ -355,6 +356,7 @@ def context_ranks(group: Any, seed: int) -> None:
             on_context_ranks(group, seed, comm, options, with_mask=False)
     on_context_ranks(group, seed, "p2p", {}, with_mask=True)
     on_context_ranks(group, seed, "all_gather", {"window_size": (9, 0)}, with_mask=True)
+    on_model_ranks(group)
     q = torch.randn(12, 4, 8)
     own = module(
         groups=SimpleNamespace(tp=ALONE, cp=group), context_parallel_size=2, bf16=True, params_dtype=torch.float32
@@ -372,6 +374,36 @@ def context_ranks(group: Any, seed: int) -> None:
     own = module(cp_comm_type="a2a", groups=SimpleNamespace(tp=ALONE, cp=group), context_parallel_size=2, bf16=True)
     with pytest.raises(flashtile.Unsupported, match="^attention_mask: got a tensor"):
         own(*(torch.randn(12, 1, 4, 8) for _ in "qkv"), mask)
+
+
+def on_model_ranks(group: Any) -> None:
+    """A whole model by its spec, with the ranks of Megatron's parallel_state, against one rank."""
+    size = dist.get_world_size(group)
+    options = {"softmax_type": "learnable", "hidden_dropout": 0.0, "num_query_groups": 2}
+    spec, ids = (
+        ours.with_flashtile(get_gpt_layer_local_spec()),
+        torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1)),
+    )
+    batch = {"input_ids": ids, "position_ids": torch.arange(16).expand(2, -1), "labels": ids.roll(-1, 1)}
+    parallel_state.initialize_model_parallel(context_parallel_size=size)
+    found = []
+    for ranks in (1, size):
+        torch.manual_seed(0)
+        more = {"context_parallel_size": ranks, "bf16": ranks > 1, "params_dtype": torch.float32}
+        model = GPTModel(config(**options, **more), spec, vocab_size=64, max_sequence_length=16)
+        cut = get_batch_on_this_cp_rank(dict(batch), group) if ranks > 1 else batch
+        loss = model(**cut, attention_mask=None).sum()
+        loss.backward()
+        results = [loss.detach(), *(x.grad for x in model.parameters())]
+        if ranks > 1:
+            for tensor in results:
+                dist.all_reduce(tensor, group=group)
+        found.append(results)
+    assert_same(found[1], found[0])
+    offset = model.decoder.layers[0].self_attention.core_attention.softmax_offset
+    assert offset.std() > 0  # drawn by config.init_method
+    saved = model.sharded_state_dict()["decoder.layers.0.self_attention.core_attention.softmax_offset"]
+    assert torch.equal(saved.data, offset)
 
 
 def test_context_parallel() -> None:

@@ -48,7 +48,9 @@ class Context:
         if not rows:
             return context_attention(q, k, v, **options)
         if q.dim() != 4 or len(rows) != q.shape[0]:
-            raise value_error("cu_seqlens", f"{len(rows)} of them for q of {_shape(q)}", "one for each row of the batch")
+            raise value_error(
+                "cu_seqlens", f"{len(rows)} of them for q of {_shape(q)}", "one for each row of the batch"
+            )
         found = [
             context_attention(*one, cu_seqlens=bounds, **options) for *one, bounds in zip(q, k, v, rows, strict=True)
         ]

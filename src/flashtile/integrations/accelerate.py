@@ -165,7 +165,9 @@ def _prepare_inputs(trainer: Trainer, model: torch.nn.Module, inputs: dict[str, 
         if inputs.get(name) is not None and inputs[name].dim() != 2:
             raise unsupported(name, inputs[name], "(batch, rows)")
     if inputs.get("labels") is not None and inputs.get("shift_labels") is None:
-        inputs["shift_labels"] = torch.nn.functional.pad(inputs["labels"], (0, 1), value=_IGNORED_LABEL)[:, 1:].contiguous()
+        inputs["shift_labels"] = torch.nn.functional.pad(inputs["labels"], (0, 1), value=_IGNORED_LABEL)[
+            :, 1:
+        ].contiguous()
     if inputs.get("position_ids") is None:
         first = next(inputs[name] for name in _ROWS if inputs.get(name) is not None)
         positions = torch.arange(first.shape[1], device=first.device).expand(first.shape[0], -1)

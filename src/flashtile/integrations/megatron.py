@@ -269,10 +269,9 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     ) -> Any:
         """The learnable softmax_offset, cut over tensor-parallel ranks."""
         state = self.state_dict(prefix="", keep_vars=True) if self.config.softmax_type == "learnable" else {}
-        groups = {} if metadata is None else {"dp_cp_group": metadata["dp_cp_group"]}
-        return make_sharded_tensors_for_checkpoint(
-            state, prefix, {"softmax_offset": 0}, sharded_offsets, tp_group=self.tp_group, **groups
-        )
+        # Without them Megatron takes those of its parallel_state
+        groups = {} if metadata is None else {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
 
 
 def _mask_type(mask_type: AttnMaskType) -> str:
