@@ -29,6 +29,8 @@ from flashtile.distributed.sharding import Shards, num_rows
 from flashtile.testing import Inputs, expect
 
 sys.path.insert(0, str(Path(__file__).parent))
+import itertools
+
 import rank_pool
 from rank_pool import Pool, context, free_port, prepare
 
@@ -456,13 +458,14 @@ def check_documents_of_a_batch(group: Any) -> None:
     with distributed.context_parallel(group=group, seqlen=21, cu_seqlens=rows):
         out = torch.nn.functional.scaled_dot_product_attention(*mine, is_causal=True, enable_gqa=True)
         again, lse = distributed.Attention(causal=True, return_lse=True)(*mine)
-        assert torch.equal(again, out) and lse.shape == out.shape[:3]
+        assert torch.equal(again, out)
+        assert lse.shape == out.shape[:3]
         with pytest.raises(ValueError, match="cu_seqlens: got 2 of them for q of shape"):
             distributed.Attention()(*(tensor[:1] for tensor in mine))
     for row, bounds in enumerate(rows):
         parts = [
             attend(*(tensor[row : row + 1, :, first:end] for tensor in (q, k, v)), is_causal=True, enable_gqa=True)
-            for first, end in zip(bounds[:-1], bounds[1:], strict=True)
+            for first, end in itertools.pairwise(bounds)
         ]
         expected = distributed.shard(torch.cat(parts, 2), 2, group=group)
         torch.testing.assert_close(out[row : row + 1], expected, rtol=1e-5, atol=1e-5)

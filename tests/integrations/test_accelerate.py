@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import flashtile
-from flashtile import distributed
 from flashtile.distributed.launch import on_ranks
 
 pytest.importorskip("accelerate", exc_type=ImportError)
@@ -26,7 +24,6 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Trainer, TrainingArguments
 
 from flashtile.integrations import accelerate as ours
-from flashtile.integrations import transformers as models
 
 ROWS = 24
 DECODER: dict[str, Any] = {

@@ -1,5 +1,5 @@
-"""ComfyUI's attention function, override and node. ComfyUI is not on the package index: where it cannot be imported, the
-interface recorded from its sources stands for it (version 0.3.64, commit a125cd84b054, and commit 82997188568a, which
+"""ComfyUI's attention function, override and node. ComfyUI is not on the package index: where it cannot be imported,
+the interface recorded from its sources stands for it (version 0.3.64, commit a125cd84b054, and commit 82997188568a, which
 brings scale, enable_gqa and containers). A checkout on PYTHONPATH is tried instead."""
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         for name in ("comfy", "comfy.ldm", "comfy.ldm.modules"):
             monkeypatch.setitem(sys.modules, name, ModuleType(name))
         monkeypatch.setitem(sys.modules, NAME, module)
-    yield module
+    return module
 
 
 MASKS = {
@@ -134,7 +134,7 @@ def test_refusals_name_comfyuis_arguments() -> None:
     x = torch.randn(1, 3, 10)
     with pytest.raises(ValueError, match=r"^q: got shape \(1, 3, 10\).*multiple of 3 heads"):
         comfyui.attention(x, x, x, 3)
-    with pytest.raises(ValueError, match="^mask: got"):
+    with pytest.raises(ValueError, match=r"^mask: got"):
         comfyui.attention(x, x, x, 2, torch.ones(4, 4).bool())
 
 
@@ -178,7 +178,8 @@ class Model:
 
 def test_custom_node(theirs: Any) -> None:
     spec = importlib.util.spec_from_file_location("comfyui_flashtile", EXAMPLE)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     node = importlib.util.module_from_spec(spec)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -186,7 +187,8 @@ def test_custom_node(theirs: Any) -> None:
     assert "flashtile" in theirs.REGISTERED_ATTENTION_FUNCTIONS
     assert node.NODE_CLASS_MAPPINGS.keys() == node.NODE_DISPLAY_NAME_MAPPINGS.keys()
     (kind,) = node.NODE_CLASS_MAPPINGS.values()
-    assert kind.INPUT_TYPES() == {"required": {"model": ("MODEL",)}} and kind.RETURN_TYPES == ("MODEL",)
+    assert kind.INPUT_TYPES() == {"required": {"model": ("MODEL",)}}
+    assert kind.RETURN_TYPES == ("MODEL",)
     model = Model()
     (patched,) = getattr(kind(), kind.FUNCTION)(model)
     assert model.model_options == {"transformer_options": {}}

@@ -113,8 +113,13 @@ def test_random_configurations(case: int, on_cpu: None) -> None:
     window = draw.choice(windows)
     skip = draw.choice([None, 2, [0, 1]]) if window else None
     options: dict[str, Any] = {
-        **{"num_attention_heads": heads, "num_query_groups": groups, "kv_channels": dim, "softmax_type": softmax_type},
-        **{"window_size": window, "window_attn_skip_freq": skip, "hidden_size": heads * dim},
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "kv_channels": dim,
+        "softmax_type": softmax_type,
+        "window_size": window,
+        "window_attn_skip_freq": skip,
+        "hidden_size": heads * dim,
         "apply_query_key_layer_scaling": draw.choice([True, False]),
         "softmax_scale": draw.choice([None, 0.3]),
     }
@@ -161,15 +166,15 @@ def test_every_mask_type_is_handled_or_refused() -> None:
     q, k, v = tensors(random.Random(1), 3, 5, 1, 4, 4, 8, 8)
     own = module()
     for type_name in ("causal", "padding_causal"):
-        with pytest.raises(ValueError, match="3 queries and 5 keys.*Use causal_bottom_right"):
+        with pytest.raises(ValueError, match=r"3 queries and 5 keys.*Use causal_bottom_right"):
             own(q, k, v, None, AttnMaskType[type_name])
-    with pytest.raises(ValueError, match="attention_mask: got None.*arbitrary"):
+    with pytest.raises(ValueError, match=r"attention_mask: got None.*arbitrary"):
         own(q, k, v, None, AttnMaskType.arbitrary)
-    with pytest.raises(ValueError, match="attention_mask: got shape.*no_mask"):
+    with pytest.raises(ValueError, match=r"attention_mask: got shape.*no_mask"):
         own(q, k, v, torch.zeros(1, 1, 3, 5).bool(), AttnMaskType.no_mask)
-    with pytest.raises(TypeError, match="attention_mask: .*True = hidden"):
+    with pytest.raises(TypeError, match=r"attention_mask: .*True = hidden"):
         own(q, k, v, torch.zeros(1, 1, 3, 5), AttnMaskType.arbitrary)
-    with pytest.raises(ValueError, match="^attention_mask: got"):
+    with pytest.raises(ValueError, match=r"^attention_mask: got"):
         own(q, k, v, torch.zeros(1, 1, 4, 5).bool(), AttnMaskType.arbitrary)
 
 
@@ -185,7 +190,7 @@ def naive(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float, bias: A
 def test_what_megatrons_own_class_lacks() -> None:
     draw = random.Random(SEED)
     own = module(k_channels=8, num_query_groups=2, kv_channels=16)
-    q, k, v = inputs = tensors(draw, 7, 9, 2, 4, 2, 8, 24)
+    _q, _k, _v = inputs = tensors(draw, 7, 9, 2, 4, 2, 8, 24)
     causal = torch.ones(7, 9).triu(3).bool()
     bias = torch.randn(1, 4, 7, 9, requires_grad=True)
     found, grad = run(lambda q, k, v, b: own(q, k, v, None, AttnMaskType.causal_bottom_right, b), [*inputs, bias])
@@ -303,13 +308,14 @@ def test_specs() -> None:
     changed = ours.with_flashtile(spec)
     assert changed.submodules.self_attention.submodules.core_attention is ours.DotProductAttention
     assert spec.submodules.self_attention.submodules.core_attention is before
-    assert changed.submodules.mlp is not None and changed.module is spec.module
+    assert changed.submodules.mlp is not None
+    assert changed.module is spec.module
     block = dataclasses.make_dataclass("Block", [("layer_specs", list)])([spec, spec])
     for layer in ours.with_flashtile(block).layer_specs:
         assert layer.submodules.self_attention.submodules.core_attention is ours.DotProductAttention
     wrapped = dataclasses.make_dataclass("Parts", [("core_attention", Any)])(ModuleSpec(before))
     assert ours.with_flashtile(wrapped).core_attention == ModuleSpec(ours.DotProductAttention)
-    with pytest.raises(ValueError, match="^spec: got"):
+    with pytest.raises(ValueError, match=r"^spec: got"):
         ours.with_flashtile(ModuleSpec(torch.nn.Linear))
     for provider in (ours.FlashtileSpecProvider(), ours.FlashtileLocalSpecProvider()):
         assert provider.core_attention() is ours.DotProductAttention
@@ -364,7 +370,7 @@ def context_ranks(group: Any, seed: int) -> None:
     starts = torch.tensor([0, 5, 12], dtype=torch.int32)
     given = {"qkv_format": "thd", "cu_seqlens_q": starts, "cu_seqlens_kv": starts}
     with pytest.raises(
-        flashtile.Unsupported, match="^packed_seq_params: got packed sequences with context parallelism"
+        flashtile.Unsupported, match=r"^packed_seq_params: got packed sequences with context parallelism"
     ):
         own(q, q, q, None, packed_seq_params=PackedSeqParams(**given))
     # A batch may switch its ranks off
@@ -372,7 +378,7 @@ def context_ranks(group: Any, seed: int) -> None:
     assert out.shape == (12, 32)
     mask = torch.zeros(1, 1, 12, 24).bool()
     own = module(cp_comm_type="a2a", groups=SimpleNamespace(tp=ALONE, cp=group), context_parallel_size=2, bf16=True)
-    with pytest.raises(flashtile.Unsupported, match="^attention_mask: got a tensor"):
+    with pytest.raises(flashtile.Unsupported, match=r"^attention_mask: got a tensor"):
         own(*(torch.randn(12, 1, 4, 8) for _ in "qkv"), mask)
 
 

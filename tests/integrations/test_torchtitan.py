@@ -111,7 +111,8 @@ def test_dense(is_causal: bool) -> None:
     out = module(*inputs, is_causal=is_causal, enable_gqa=True)
     for one, other in zip([out, *torch.autograd.grad(out, inputs, grad)], [expected, *gradients], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-    assert report.share() == 1 and report.served.total() == 2
+    assert report.share() == 1
+    assert report.served.total() == 2
 
 
 def test_the_names_that_torchtitan_asks_for(on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +122,8 @@ def test_the_names_that_torchtitan_asks_for(on_hopper: None, monkeypatch: pytest
     assert utils.get_cuda_flash_attention_impl() == "FA3"
     ours.register()
     ours.register()
-    assert utils.get_cuda_flash_attention_impl() is None and holder.get_cuda_flash_attention_impl() is None
+    assert utils.get_cuda_flash_attention_impl() is None
+    assert holder.get_cuda_flash_attention_impl() is None
     ours.unregister()
-    assert utils.get_cuda_flash_attention_impl is original and holder.get_cuda_flash_attention_impl is original
+    assert utils.get_cuda_flash_attention_impl is original
+    assert holder.get_cuda_flash_attention_impl is original

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from typing import Any
@@ -70,7 +71,7 @@ def check_documents(model: Any, ids: torch.Tensor, positions: torch.Tensor, mine
     bounds = torch.tensor([0, 4, 5, 18, 29])
     logits = []
     with torch.no_grad():
-        for first, end in zip(bounds[:-1], bounds[1:], strict=True):
+        for first, end in itertools.pairwise(bounds):
             logits.append(
                 model(input_ids=ids[:, first:end], position_ids=positions[:, first:end], use_cache=False).logits
             )

@@ -21,7 +21,6 @@ from flashtile.api import attention
 from flashtile.distributed.attention import context_attention
 from flashtile.errors import value_error
 
-
 # Bounds of the documents of every row of the batch, as `context_attention` takes them for one
 Documents = Tensor | Sequence[Tensor]
 
@@ -51,7 +50,7 @@ class Context:
             raise value_error(
                 "cu_seqlens", f"{len(rows)} of them for q of {_shape(q)}", "one for each row of the batch"
             )
-        found = [
+        found: list[Any] = [
             context_attention(*one, cu_seqlens=bounds, **options) for *one, bounds in zip(q, k, v, rows, strict=True)
         ]
         if isinstance(found[0], Tensor):

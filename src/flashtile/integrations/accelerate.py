@@ -47,7 +47,7 @@ def register(target: Any, **options: Any) -> None:
 
 
 def _prepare(accelerator: Any, options: dict[str, Any], *args: Any) -> Any:
-    """In the place of `Accelerator._prepare_cp`, which `prepare` calls with all that it is given."""
+    """`Accelerator._prepare_cp`, which `prepare` calls with all that it is given."""
     mesh = accelerator.torch_device_mesh["cp"]
     accelerator._cp_context = functools.partial(_sharded, mesh, options)
     for arg in args:
@@ -157,7 +157,7 @@ def _documents(positions: Tensor | None, mask: Tensor | None, context: Any) -> t
 
 
 def _prepare_inputs(trainer: Trainer, model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """In the place of `Trainer._prepare_context_parallel_inputs`, which accepts attn_implementation="sdpa" alone."""
+    """`Trainer._prepare_context_parallel_inputs`; the Trainer's own accepts attn_implementation="sdpa" alone."""
     config = getattr(trainer.accelerator, "parallelism_config", None)
     if config is None or not config.cp_enabled:
         return contextlib.nullcontext, inputs

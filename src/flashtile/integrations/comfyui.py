@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -40,11 +40,11 @@ def attention(
     enable_gqa: bool = False,
     **unused: Any,
 ) -> Tensor:
-    """Attention with the signature of ComfyUI's functions: (batch, rows, heads * dim), or (batch, heads, rows, dim) with
-    skip_reshape, to (batch, rows, heads * dim), or (batch, heads, rows, dim) with skip_output_reshape.
+    """Attention with the signature of ComfyUI's functions: (batch, rows, heads * dim), or (batch, heads, rows, dim)
+    with skip_reshape, to (batch, rows, heads * dim), or (batch, heads, rows, dim) with skip_output_reshape.
 
-    mask has 2 (rows, keys), 3 (batch, rows, keys) or 4 dimensions and is boolean, True = attend, or added to the scores.
-    attn_precision is accepted: scores of 16-bit inputs are computed in float32 whatever it says. What else ComfyUI
+    mask has 2 (rows, keys), 3 (batch, rows, keys) or 4 dimensions; it is boolean, True = attend, or added to the
+    scores. attn_precision is accepted: scores of 16-bit inputs are computed in float32 whatever it says. What else ComfyUI
     passes, its transformer_options among them, is not about the result.
     """
     if not skip_reshape:
@@ -91,10 +91,13 @@ def register() -> None:
 class FlashtileAttention:
     """A node of ComfyUI: the model that comes in, with its attention by flashtile."""
 
-    INPUT_TYPES: ClassVar[Any] = classmethod(lambda cls: {"required": {"model": ("MODEL",)}})
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "patch"
     CATEGORY = "advanced/model"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802, ComfyUI's name
+        return {"required": {"model": ("MODEL",)}}
 
     def patch(self, model: Any) -> tuple[Any]:
         patched = model.clone()

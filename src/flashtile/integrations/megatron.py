@@ -37,8 +37,11 @@ Spec = TypeVar("Spec")
 # What the arguments of attention are called here
 _NAMES = {"q": "query", "k": "key", "v": "value", "mask": "attention_mask", "bias": "attention_bias"}
 _PACKED_NAMES = {
-    **{"cu_seqlens_q": "cu_seqlens_q", "cu_seqlens_k": "cu_seqlens_kv", "max_seqlen_k": "max_seqlen_kv"},
-    **{"q": "query", "k": "key", "v": "value"},
+    "cu_seqlens_k": "cu_seqlens_kv",
+    "max_seqlen_k": "max_seqlen_kv",
+    "q": "query",
+    "k": "key",
+    "v": "value",
 }
 # What each mask type means here: whether the mask is looked at, and the corner at which causal masks stand
 _MASK_TYPES: dict[str, tuple[bool, str]] = {
@@ -65,7 +68,7 @@ _REFUSED_CONFIG = {
 }
 
 
-class DotProductAttention(MegatronModule):  # type: ignore[misc]
+class DotProductAttention(MegatronModule):
     """Core attention with Megatron-Core's interface: query (s, b, h, d), key and value (s, b, groups, d) to (s, b, h *
     d), or packed (t, h, d) to (t, h * d)."""
 
@@ -297,9 +300,9 @@ def _hidden(attention_mask: Any) -> Tensor:
                 "attention_mask", mask, "a boolean tensor, True = hidden", "Numbers to add are attention_bias"
             )
     if not is_pair:
-        return attention_mask  # type: ignore[no-any-return]
+        return attention_mask
     of_queries, of_keys = attention_mask
-    return of_queries.transpose(-1, -2) | of_keys  # type: ignore[no-any-return]
+    return of_queries.transpose(-1, -2) | of_keys
 
 
 def _padding_rows(starts: Tensor, padded_starts: Tensor, total: int) -> Tensor:
@@ -309,14 +312,14 @@ def _padding_rows(starts: Tensor, padded_starts: Tensor, total: int) -> Tensor:
     return rows - padded_starts[sequence] >= starts.diff()[sequence]
 
 
-class FlashtileSpecProvider(TESpecProvider):  # type: ignore[misc]
+class FlashtileSpecProvider(TESpecProvider):
     """TransformerEngine's modules with flashtile's core attention."""
 
     def core_attention(self) -> type:
         return DotProductAttention
 
 
-class FlashtileLocalSpecProvider(LocalSpecProvider):  # type: ignore[misc]
+class FlashtileLocalSpecProvider(LocalSpecProvider):
     """Megatron's own modules with flashtile's core attention."""
 
     def core_attention(self) -> type:

@@ -310,8 +310,8 @@ def _over_ranks(
     options: dict[str, Any],
     shared: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """Inside `context_parallel`: query, key and value are this rank's rows; cu_seq_lens_q has the documents of the whole
-    sequence, or a tuple those of each row of the batch."""
+    """Inside `context_parallel`: query, key and value are this rank's rows; cu_seq_lens_q has the documents of the
+    whole sequence, or is a tuple of those of each row of the batch."""
     for name, tensor in zip(("attention_mask", "position_bias"), masks, strict=True):
         if tensor is not None:
             raise unsupported(name, "a tensor inside context_parallel", "None")
