@@ -1,6 +1,6 @@
 """ComfyUI's attention function, override and node. ComfyUI is not on the package index: where it cannot be imported,
-the interface recorded from its sources stands for it (version 0.3.64, commit a125cd84b054, and commit 82997188568a, which
-brings scale, enable_gqa and containers). A checkout on PYTHONPATH is tried instead."""
+the interface recorded from its sources stands for it (version 0.3.64, commit a125cd84b054, and commit 82997188568a,
+which brings scale, enable_gqa and containers). A checkout on PYTHONPATH is tried instead."""
 
 from __future__ import annotations
 

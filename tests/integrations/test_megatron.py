@@ -313,6 +313,9 @@ def test_specs() -> None:
     block = dataclasses.make_dataclass("Block", [("layer_specs", list)])([spec, spec])
     for layer in ours.with_flashtile(block).layer_specs:
         assert layer.submodules.self_attention.submodules.core_attention is ours.DotProductAttention
+    other = dataclasses.make_dataclass("Parts", [("core_attention", Any)])(torch.nn.Linear)
+    with pytest.raises(flashtile.Unsupported, match="core_attention: got Linear; accepted: DotProductAttention or"):
+        ours.with_flashtile(ModuleSpec(torch.nn.Linear, submodules=other))
     wrapped = dataclasses.make_dataclass("Parts", [("core_attention", Any)])(ModuleSpec(before))
     assert ours.with_flashtile(wrapped).core_attention == ModuleSpec(ours.DotProductAttention)
     with pytest.raises(ValueError, match=r"^spec: got"):

@@ -44,8 +44,8 @@ def attention(
     with skip_reshape, to (batch, rows, heads * dim), or (batch, heads, rows, dim) with skip_output_reshape.
 
     mask has 2 (rows, keys), 3 (batch, rows, keys) or 4 dimensions; it is boolean, True = attend, or added to the
-    scores. attn_precision is accepted: scores of 16-bit inputs are computed in float32 whatever it says. What else ComfyUI
-    passes, its transformer_options among them, is not about the result.
+    scores. attn_precision is accepted: scores of 16-bit inputs are computed in float32 whatever it says. What else
+    ComfyUI passes, its transformer_options among them, is not about the result.
     """
     if not skip_reshape:
         dim = q.shape[-1] // heads

@@ -23,6 +23,7 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
@@ -34,6 +35,8 @@ from flashtile.errors import type_error, unsupported, value_error
 
 Spec = TypeVar("Spec")
 
+# Classes of which `with_flashtile` knows that they compute what is computed here
+_REPLACED = ("DotProductAttention", "TEDotProductAttention")
 # What the arguments of attention are called here
 _NAMES = {"q": "query", "k": "key", "v": "value", "mask": "attention_mask", "bias": "attention_bias"}
 _PACKED_NAMES = {
@@ -327,7 +330,7 @@ class FlashtileLocalSpecProvider(LocalSpecProvider):
 
 
 def with_flashtile(spec: Spec) -> Spec:
-    """Returns a copy of a spec of layers, blocks or models in which every core_attention is flashtile's."""
+    """Returns a copy of a spec of layers, blocks or models in which every dot-product core_attention is flashtile's."""
     replaced = [0]
     changed = _replace(spec, replaced)
     if not replaced[0]:
@@ -337,20 +340,28 @@ def with_flashtile(spec: Spec) -> Spec:
 
 def _replace(part: Any, replaced: list[int]) -> Any:
     if isinstance(part, ModuleSpec):
-        part = copy.copy(part)
-        part.submodules = _replace(part.submodules, replaced)
-        return part
-    if isinstance(part, list | tuple):
+        return dataclasses.replace(part, submodules=_replace(part.submodules, replaced))
+    if type(part) in (list, tuple):
         return type(part)(_replace(item, replaced) for item in part)
     if not dataclasses.is_dataclass(part) or isinstance(part, type):
         return part
     part = copy.copy(part)
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
-        if field.name == "core_attention":
+        if field.name != "core_attention":
+            setattr(part, field.name, _replace(value, replaced))
+        elif value is not None and value is not IdentityOp:
+            setattr(part, field.name, _core_attention(value))
             replaced[0] += 1
-            value = ModuleSpec(DotProductAttention) if isinstance(value, ModuleSpec) else DotProductAttention
-        else:
-            value = _replace(value, replaced)
-        setattr(part, field.name, value)
     return part
+
+
+def _core_attention(given: Any) -> Any:
+    """flashtile's in the place of dot-product attention; other kinds of attention are not ours to replace."""
+    module = given.module if isinstance(given, ModuleSpec) else given
+    name = module[1] if isinstance(module, tuple) else getattr(module, "__name__", None)
+    if name not in _REPLACED:
+        raise unsupported("core_attention", name, " or ".join(_REPLACED))
+    if isinstance(given, ModuleSpec):
+        return dataclasses.replace(given, module=DotProductAttention)
+    return DotProductAttention
