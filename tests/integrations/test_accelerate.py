@@ -7,6 +7,7 @@ import contextlib
 import os
 import tempfile
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import flashtile
+from flashtile import distributed
 from flashtile.distributed.launch import on_ranks
 
 pytest.importorskip("accelerate", exc_type=ImportError)
@@ -24,6 +27,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Trainer, TrainingArguments
 
 from flashtile.integrations import accelerate as ours
+from flashtile.integrations import transformers as models
 
 ROWS = 24
 DECODER: dict[str, Any] = {
@@ -199,6 +203,44 @@ def ranks(group: Any) -> None:
     train_step(group, "packed", "window")
     train_step(group, "packed", "causal", checkpointing=True)
     with_trainer(group, "packed", "window")
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match=r"target: got .*an Accelerator of accelerate"):
+        ours.register(object())
+    with pytest.raises(ValueError, match="sharding: got contiguous"):
+        ours.register(object(), sharding="contiguous")
+    rows = torch.zeros(1, 8)
+    with (
+        pytest.raises(ValueError, match="buffer_seq_dims: got 1 of them"),
+        ours._sharded(None, {}, buffers=[rows, rows], buffer_seq_dims=[1]),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match="buffers: got lengths \\[7, 8\\]"),
+        ours._sharded(None, {}, buffers=[rows, rows[:, :7]], buffer_seq_dims=[1, 1]),
+    ):
+        pass
+    assert rows.shape == (1, 8)
+
+
+def test_models_outside_of_a_context_and_without_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = model("causal")
+    hooks = ours.serve(torch.nn.ModuleDict({"wrapped": plain}))
+    assert len(hooks) == 1
+    assert plain.config._attn_implementation == models.CONFIG_NAME
+    given = batch("padded")
+    mask = given["attention_mask"]
+    assert plain(input_ids=given["input_ids"], attention_mask=mask).logits.isfinite().all()
+    monkeypatch.setattr(distributed, "current", lambda: SimpleNamespace(seqlen=None))
+    with pytest.raises(ValueError, match="buffers: got none"):
+        plain(input_ids=given["input_ids"])
+    monkeypatch.setattr(distributed, "current", lambda: SimpleNamespace(seqlen=ROWS))
+    with pytest.raises(flashtile.Unsupported, match="attention_mask: got shape"):
+        plain(input_ids=given["input_ids"], attention_mask=mask[:, None, None])
+    plain.forward = lambda input_ids: None
+    with pytest.raises(flashtile.Unsupported, match="position_ids: got a LlamaForCausalLM, which takes none"):
+        plain(input_ids=given["input_ids"])
 
 
 def test_accelerate_and_trainer() -> None:
