@@ -26,6 +26,9 @@ test-gpu:
 test-install: .venv/ready
 	$(BIN)/python tools/try_install.py
 
+# What importing its attention takes; the rest of what it requires trains and logs. Triton comes with torch's CUDA builds
+TORCHTITAN := "torchtitan==0.3.0; python_version >= '3.11'" spmd_types==0.2.3 tyro==1.0.16 docstring-parser==0.18.0 einops==0.8.2
+
 # transformers, diffusers and the others, each with its real package, in an environment of their own
 test-integrations: .venv-integrations/ready
 	PYTHONPATH=src OMP_NUM_THREADS=1 .venv-integrations/bin/python -m pytest -n $(JOBS) tests/integrations
@@ -143,6 +146,7 @@ clean:
 	$(PYTHON) -m venv .venv-integrations
 	.venv-integrations/bin/python -m pip install --quiet $(TORCH)
 	.venv-integrations/bin/python -m pip install --quiet -r requirements-integrations.txt
+	.venv-integrations/bin/python -m pip install --quiet --no-deps $(TORCHTITAN)
 	FLASHTILE_EXTENSION=1 .venv-integrations/bin/python setup.py --quiet build_ext --inplace
 	touch $@
 

@@ -29,6 +29,8 @@ from flashtile.distributed.sharding import Shards, num_rows
 from flashtile.testing import Inputs, expect
 
 sys.path.insert(0, str(Path(__file__).parent))
+import itertools
+
 import rank_pool
 from rank_pool import Pool, context, free_port, prepare
 
@@ -447,6 +449,28 @@ def test_a_saved_model_goes_on_alone(pool: Pool) -> None:
     pool.run(run_resumed, 2)
 
 
+def check_documents_of_a_batch(group: Any) -> None:
+    """Each row of the batch has documents of its own."""
+    rows = [torch.tensor(bounds, dtype=torch.int32) for bounds in ([0, 3, 20, 21], [0, 21])]
+    q, k, v = (torch.randn(2, heads, 21, 8, generator=torch.Generator().manual_seed(7)) for heads in (4, 2, 2))
+    mine = [distributed.shard(tensor, 2, group=group) for tensor in (q, k, v)]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    with distributed.context_parallel(group=group, seqlen=21, cu_seqlens=rows):
+        out = torch.nn.functional.scaled_dot_product_attention(*mine, is_causal=True, enable_gqa=True)
+        again, lse = distributed.Attention(causal=True, return_lse=True)(*mine)
+        assert torch.equal(again, out)
+        assert lse.shape == out.shape[:3]
+        with pytest.raises(ValueError, match="cu_seqlens: got 2 of them for q of shape"):
+            distributed.Attention()(*(tensor[:1] for tensor in mine))
+    for row, bounds in enumerate(rows):
+        parts = [
+            attend(*(tensor[row : row + 1, :, first:end] for tensor in (q, k, v)), is_causal=True, enable_gqa=True)
+            for first, end in itertools.pairwise(bounds)
+        ]
+        expected = distributed.shard(torch.cat(parts, 2), 2, group=group)
+        torch.testing.assert_close(out[row : row + 1], expected, rtol=1e-5, atol=1e-5)
+
+
 def run_context(group: Any) -> None:
     size = dist.get_world_size(group)
     generator = torch.Generator().manual_seed(0)
@@ -458,6 +482,7 @@ def run_context(group: Any) -> None:
         torch.testing.assert_close(distributed.unshard(out, 2, group=group, seqlen=21), expected)
         with pytest.raises(ValueError, match="key: got 2 heads"):
             torch.nn.functional.scaled_dot_product_attention(*mine)
+    check_documents_of_a_batch(group)
     assert distributed.current() is None
     assert distributed.position_ids(21, group=group).tolist() == [
         row for rows in Shards(21, size).ranges(dist.get_rank(group)) for row in rows

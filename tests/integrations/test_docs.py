@@ -37,7 +37,7 @@ def run(block: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("title", BLOCKS)
 def test_block(title: str, tmp_path: Path) -> None:
-    for package in ("thunder", "vllm"):
+    for package in ("megatron.core", "thunder", "torchtitan", "vllm"):
         if re.search(rf"^(import|from) {package}\b", BLOCKS[title], re.MULTILINE):
             try:
                 importlib.import_module(package)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from typing import Any
@@ -57,11 +58,33 @@ def worker(rank: int, size: int, port: int) -> None:
             own = loss(model, *mine)
             with pytest.raises(flashtile.Unsupported, match="attention_mask: got padding"):
                 model(input_ids=mine[0], attention_mask=torch.zeros_like(mine[0]))
+        check_documents(model, ids, positions, mine)
         found = [own.detach(), *torch.autograd.grad(own, list(model.parameters()))]
         for tensor, theirs in zip(found, (expected.detach(), *gradients), strict=True):
             dist.all_reduce(tensor)
             torch.testing.assert_close(tensor, theirs, rtol=1e-4, atol=1e-5)
     dist.destroy_process_group()
+
+
+def check_documents(model: Any, ids: torch.Tensor, positions: torch.Tensor, mine: list[torch.Tensor]) -> None:
+    """Documents by the call and by the context against each document by itself."""
+    bounds = torch.tensor([0, 4, 5, 18, 29])
+    logits = []
+    with torch.no_grad():
+        for first, end in itertools.pairwise(bounds):
+            logits.append(
+                model(input_ids=ids[:, first:end], position_ids=positions[:, first:end], use_cache=False).logits
+            )
+        given: dict[str, Any] = {"input_ids": mine[0], "position_ids": mine[2], "use_cache": False}
+        with distributed.context_parallel(seqlen=29, strategy="ring"):
+            by_call = model(**given, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds.clone()).logits
+            with pytest.raises(flashtile.Unsupported, match="cu_seq_lens_k: got other bounds"):
+                model(**given, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds.flip(0))
+        with distributed.context_parallel(seqlen=29, strategy="ring", cu_seqlens=bounds.to(torch.int32)):
+            by_context = model(**given).logits
+    expected = distributed.shard(torch.cat(logits, 1), 1)
+    torch.testing.assert_close(by_call, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(by_context, by_call)
 
 
 @pytest.mark.parametrize("size", [2, 3])

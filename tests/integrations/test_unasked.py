@@ -19,6 +19,10 @@ PACKAGES = (
     "vllm",
     "onnx",
     "flash_attn",
+    "accelerate",
+    "comfy",
+    "megatron",
+    "torchtitan",
     "torch._dynamo",
     "torch.distributed.tensor",
 )
@@ -37,7 +41,7 @@ assert not new, new
     [
         "import flashtile",
         "import flashtile.integrations",
-        "from flashtile.integrations import sdpa, torch_flash, export",
+        "from flashtile.integrations import comfyui, sdpa, torch_flash, export",
     ],
 )
 def test_imports(statement: str) -> None:

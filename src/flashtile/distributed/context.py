@@ -8,7 +8,7 @@ torch's `scaled_dot_product_attention`, `Attention` of this module, and models o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,13 @@ from flashtile.api import attention
 from flashtile.distributed.attention import context_attention
 from flashtile.errors import value_error
 
+# Bounds of the documents of every row of the batch, as `context_attention` takes them for one
+Documents = Tensor | Sequence[Tensor]
+
 
 @dataclass(frozen=True)
 class Context:
-    """Options of `context_attention` that say where attention is computed."""
+    """Options of `context_attention` that say where attention is computed, and over which documents."""
 
     mesh: Any = None
     group: Any = None
@@ -32,10 +35,31 @@ class Context:
     sharding: str = "zigzag"
     seqlen: int | None = None
     timeout: float | None = None
+    cu_seqlens: Documents | None = None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        place = {"mesh": self.mesh, "group": self.group, "strategy": self.strategy, "sharding": self.sharding}
-        return context_attention(q, k, v, **place, seqlen=self.seqlen, timeout=self.timeout, **options)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Documents | None = None, **options: Any) -> Any:
+        """`context_attention` of q, k and v with a batch. cu_seqlens is that of the context where None is given; an
+        empty sequence stands for no documents."""
+        options |= {"mesh": self.mesh, "group": self.group, "strategy": self.strategy, "sharding": self.sharding}
+        options |= {"seqlen": self.seqlen, "timeout": self.timeout}
+        documents = self.cu_seqlens if cu_seqlens is None else cu_seqlens
+        rows: Sequence[Tensor] = (documents,) if isinstance(documents, Tensor) else documents or ()
+        if not rows:
+            return context_attention(q, k, v, **options)
+        if q.dim() != 4 or len(rows) != q.shape[0]:
+            raise value_error(
+                "cu_seqlens", f"{len(rows)} of them for q of {_shape(q)}", "one for each row of the batch"
+            )
+        found: list[Any] = [
+            context_attention(*one, cu_seqlens=bounds, **options) for *one, bounds in zip(q, k, v, rows, strict=True)
+        ]
+        if isinstance(found[0], Tensor):
+            return torch.stack(found)
+        return tuple(torch.stack(parts) for parts in zip(*found, strict=True))
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"shape {tuple(tensor.shape)}"
 
 
 _active: list[Context] = []
@@ -55,12 +79,14 @@ def context_parallel(
     sharding: str = "zigzag",
     seqlen: int | None = None,
     timeout: float | None = None,
+    cu_seqlens: Documents | None = None,
 ) -> Iterator[None]:
-    """Attention inside is over all rows, of which every rank has its own; arguments as in `context_attention`."""
+    """Attention inside is over all rows, of which every rank has its own; arguments as in `context_attention`. With a
+    batch of several rows, cu_seqlens is a sequence, one for each."""
     was_installed = functional.scaled_dot_product_attention is _attention_over_ranks
     if not was_installed:
         _install()
-    _active.append(Context(mesh, group, strategy, sharding, seqlen, timeout))
+    _active.append(Context(mesh, group, strategy, sharding, seqlen, timeout, cu_seqlens))
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ names are wrapped so that "flashtile" means "ftile". "ftile" can be asked for di
 not go through these interfaces, or needs its mask stored, are refused.
 
 Inside `flashtile.distributed.context_parallel` every rank gives the model its rows of the sequence, and attention is
-over all of them.
+over all of them, within the documents that cu_seq_lens_q or `context_parallel(cu_seqlens=...)` names.
 """
 
 from __future__ import annotations
@@ -244,7 +244,8 @@ def attention_forward(
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     shared: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0, "sinks": s_aux}
     if current() is not None:
-        return _over_ranks(module, query, key, value, sliding_window, is_decoder, attention_mask, position_bias, shared)
+        masks = attention_mask, position_bias
+        return _over_ranks(module, query, key, value, sliding_window, is_decoder, masks, options, shared)
     lengths = [options.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
     if all(isinstance(length, Tensor) for length in lengths) and query.shape[0] == 1:
         if attention_mask is not None and attention_mask.dtype != torch.bool:
@@ -305,18 +306,25 @@ def _over_ranks(
     value: Tensor,
     sliding_window: Any,
     is_decoder: bool,
-    attention_mask: Tensor | None,
-    position_bias: Tensor | None,
+    masks: tuple[Tensor | None, Tensor | None],
+    options: dict[str, Any],
     shared: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """Inside `context_parallel`: query, key and value are this rank's rows."""
-    if attention_mask is not None or position_bias is not None:
-        name = "attention_mask" if attention_mask is not None else "position_bias"
-        raise unsupported(name, "a tensor inside context_parallel", "None")
+    """Inside `context_parallel`: query, key and value are this rank's rows; cu_seq_lens_q has the documents of the
+    whole sequence, or is a tuple of those of each row of the batch."""
+    for name, tensor in zip(("attention_mask", "position_bias"), masks, strict=True):
+        if tensor is not None:
+            raise unsupported(name, "a tensor inside context_parallel", "None")
+    documents, of_keys = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
+    if isinstance(documents, Tensor):
+        if isinstance(of_keys, Tensor) and of_keys is not documents and not torch.equal(of_keys, documents):
+            raise unsupported("cu_seq_lens_k", "other bounds than cu_seq_lens_q inside context_parallel", "the same")
+        documents = documents.to(torch.int32)
     context = current()
     assert context is not None
     window = _window(module, sliding_window, is_decoder, context.seqlen or sys.maxsize, is_masked=False)
-    out = context.attend(query, key, value, causal="top_left" if is_decoder else False, window=window, **shared)
+    causal = "top_left" if is_decoder else False
+    out = context.attend(query, key, value, causal=causal, window=window, cu_seqlens=documents, **shared)
     return out.transpose(1, 2), None
 
 
