@@ -356,6 +356,10 @@ WRONG_STEPS = {
     "rows": ({"v": torch.ones(2, 2, 2, D)}, "v: got 2 x 2 new rows"),
     "no lengths": ({"cache_seqlens": None}, "cache_seqlens: got None"),
     "left padding": ({"cache_leftpad": torch.tensor([0, 5], dtype=torch.int32)}, "cache_leftpad: got 5 for sequence 1"),
+    "left padding with the new row": (
+        {"cache_leftpad": torch.tensor([0, 4], dtype=torch.int32)},
+        "cache_leftpad: got 4 for sequence 1",
+    ),
     "page": ({"block_table": torch.tensor([[0], [2]], dtype=torch.int32)}, "block_table: got page 2 at"),
     "row": ({"cache_batch_idx": torch.tensor([0, -1], dtype=torch.int32)}, "cache_batch_idx: got row -1 at"),
 }

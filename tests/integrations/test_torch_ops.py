@@ -282,6 +282,18 @@ def test_math(report: torch_ops.Report, kind: str) -> None:
         assert_same(gradients(out, inputs), gradients(theirs, inputs))
 
 
+@pytest.mark.parametrize("dim", [3, 4])
+def test_the_result_of_math_is_contiguous(report: torch_ops.Report, dim: int) -> None:
+    """As torch's: a model may view it."""
+    q, k, v = (tensor[(0,) * (4 - dim)] for tensor in sdpa_inputs())
+    out = F.scaled_dot_product_attention(q, k, v[..., :8])
+    assert report.served.total() == 1
+    with sdpa_kernel(SDPBackend.MATH):
+        theirs = F.scaled_dot_product_attention(q, k, v[..., :8])
+    assert out.stride() == theirs.stride()
+    assert_same(gradients(out.view(-1, 9, 8), [q, k, v]), gradients(theirs.view(-1, 9, 8), [q, k, v]))
+
+
 def test_dropout_that_torch_sends_to_math(report: torch_ops.Report) -> None:
     q, k, v = leaves((2, 4, 9, 16), (2, 4, 11, 16), (2, 4, 11, 16))
     torch.manual_seed(3)

@@ -450,4 +450,5 @@ def math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     probabilities = query.new_full((), float("nan")).expand(*out.shape[:-1], key.shape[-2])
-    return out, probabilities.detach()
+    # torch's is contiguous, whatever the memory order of the query: callers may view it
+    return out.contiguous(), probabilities.detach()

@@ -365,6 +365,13 @@ bool read_new_rows(const StableIValue* stack, Request& request, NewRows& rows, s
   } else {
     return length == -1 && !rows.is_given();  // the whole cache
   }
+  // The padding lies in front of the new rows
+  if (const View& pad = tensors[kLeftpadK]; pad.is_given()) {
+    if (pad.dim != 1 || pad.dtype != Dtype::kInt32 || pad.size(-1) != batch) return false;
+    for (i64 b = 0; b < batch; ++b) {
+      if (pad.i32_at(b) > used[b]) return false;
+    }
+  }
   if (rows.is_given()) {
     rows.k_cache = tensors[kK], rows.v_cache = tensors[kV], rows.table = tensors[kBlockTable];
     rows.is_bshd = request.options.is_bshd;
