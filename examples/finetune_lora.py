@@ -140,16 +140,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="name or folder for from_pretrained; default: a Llama with random weights")
     parser.add_argument("--peft", action="store_true", help="adapters of the peft package")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     sizes = {"layers": 4, "rank": 8, "documents": 8, "length": 512, "steps": 6, "seed": 0}
     for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
     options = parser.parse_args(arguments)
     for name in sizes:
         least = {"seed": 0, "length": 2}.get(name, 1)
         if getattr(options, name) < least:
             parser.error(f"--{name}: got {getattr(options, name)}; accepted: {least} or more")
-    options.dtype = torch.bfloat16 if options.device.startswith("cuda") else torch.float32
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: got cuda; accepted: cpu, since torch finds no GPU here")
+    options.dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     return options
 
 
@@ -169,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         speed = statistics.median(count / s for count, s in zip(counts, run.seconds, strict=True))
         cells = (f"{run.rows}", f"{speed:.0f}", f"{1e3 * statistics.median(run.seconds):.0f}")
         losses = (f"{run.losses[0]:.5f}", f"{run.losses[-1]:.5f}")
-        peak = peak_bytes(lambda run=run: run.step(data[0]), options.device.partition(":")[0])
+        peak = peak_bytes(lambda run=run: run.step(data[0]), options.device)
         table.add_row(name, *cells, f"{peak / 2**20:.0f}", *losses)
     Console().print(table)
     losses = [run.losses[: options.steps] for run in runs.values()]

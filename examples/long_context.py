@@ -130,16 +130,18 @@ def train(group: Any, options: argparse.Namespace) -> tuple[list[float], list[Ra
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=16384, help="default: 16384")
+    parser.add_argument("--ranks", type=int, default=4, help="default: 4")
+    parser.add_argument("--steps", type=int, default=2, help="default: 2")
+    parser.add_argument("--layers", type=int, default=1, help="default: 1")
     parser.add_argument("--strategy", default="auto", choices=("auto", "ring", "ulysses"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     options = parser.parse_args(arguments)
     for name in ("tokens", "ranks", "steps", "layers"):
         if getattr(options, name) < 1:
             parser.error(f"--{name}: got {getattr(options, name)}; accepted: 1 or more")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: got cuda; accepted: cpu, since torch finds no GPU here")
 
     has_a_gpu_each = options.device == "cuda" and torch.cuda.device_count() >= options.ranks
     place = {"device": options.device, "backend": "nccl" if has_a_gpu_each else "gloo"}

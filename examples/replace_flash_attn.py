@@ -109,23 +109,28 @@ def compare_decoding(options: argparse.Namespace) -> Found:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     sizes = {"batch": 4, "length": 512, "new": 32, "heads": 8, "heads-kv": 2, "head-dim": 64, "seed": 0}
     for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
     options = parser.parse_args(arguments)
     for name in sizes:
-        if name != "seed" and vars(options)[name.replace("-", "_")] < 1:
-            parser.error(f"--{name}: got {vars(options)[name.replace('-', '_')]}; accepted: 1 or more")
-    if options.heads % options.heads_kv or options.head_dim % 2:
-        parser.error("accepted: --heads, a multiple of --heads-kv, and an even --head-dim")
-    is_gpu = options.device.startswith("cuda")
+        value = getattr(options, name.replace("-", "_"))
+        if name != "seed" and value < 1:
+            parser.error(f"--{name}: got {value}; accepted: 1 or more")
+    if options.heads % options.heads_kv:
+        parser.error(f"--heads: got {options.heads}; accepted: multiples of --heads-kv, {options.heads_kv}")
+    if options.head_dim % 2:
+        parser.error(f"--head-dim: got {options.head_dim}; accepted: even numbers")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: got cuda; accepted: cpu, since torch finds no GPU here")
+    is_gpu = options.device == "cuda"
     options.dtype = torch.bfloat16 if is_gpu else torch.float32
 
     torch.manual_seed(options.seed)
     begin = time.perf_counter()
     found = compare_packing(options) + compare_decoding(options)
-    table, is_right = Table("flash_attn's names, served by flashtile", "compared with torch's"), True
+    table, is_right = Table("flash_attn's functions", "beside torch's"), True
     table.add_column("largest difference", justify="right")
     for what, other, ours, theirs in found:
         difference = ((ours.float() - theirs.float()).abs().max() / theirs.abs().max()).item()
