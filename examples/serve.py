@@ -344,12 +344,23 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     is_gpu = options.device.startswith("cuda")
+    if is_gpu and not torch.cuda.is_available():
+        parser.error(f"--device: got {options.device}; accepted: cpu, since torch finds no GPU here")
     large = {"layers": 8, "width": 2048, "heads": 16, "heads_kv": 4, "slots": 32, "requests": 128, "prompt": 1000}
     small = {"layers": 2, "width": 64, "heads": 4, "heads_kv": 2, "slots": 4, "requests": 10, "prompt": 40}
     defaults = large | {"new": 300, "vocabulary": 32000} if is_gpu else small | {"new": 20, "vocabulary": 256}
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
+    for name in (*defaults, "page_size"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')}: got {getattr(options, name)}; accepted: 1 or more")
+    if options.heads % options.heads_kv:
+        parser.error(f"--heads: got {options.heads}; accepted: multiples of --heads-kv, {options.heads_kv}")
+    if options.width % (2 * options.heads):
+        parser.error(f"--width: got {options.width}; accepted: multiples of twice the heads, {2 * options.heads}")
+    if not options.memory >= 0:
+        parser.error(f"--memory: got {options.memory}; accepted: 0 or more")
     options.dtype = DTYPES[options.dtype or ("bfloat16" if is_gpu else "float32")]
     options.capacity = options.prompt + options.new
     options.use_graph = options.use_graph and is_gpu

@@ -1,8 +1,8 @@
 """Trains a small GPT with flashtile's attention and with SDPA's, on the same data from the same start, and compares.
 
-    python examples/train_gpt.py              # on a GPU: 12 layers, width 2048, 4096 tokens, bfloat16, 50 steps
-    python examples/train_gpt.py --compile    # the same under torch.compile
-    python examples/train_gpt.py --device cpu --layers 2 --width 64 --heads 4 --length 128 --steps 5
+    python examples/train_gpt.py                 # on a GPU: 12 layers, width 2048, 4096 tokens, bfloat16, 50 steps
+    python examples/train_gpt.py --compile       # the same under torch.compile
+    python examples/train_gpt.py --device cpu    # 2 layers, width 128, 512 tokens, 10 steps
 
 Each line of the table is one attention: the mean loss of the last ten steps, and the median time of a step. Losses
 differ in the last digits, as those of two SDPA kernels do.
@@ -114,16 +114,29 @@ def train(name: str, options: argparse.Namespace, data: list[Tensor]) -> tuple[l
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--attentions", default=None, help="names, separated by commas; default: all for the device")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--compile", action="store_true", help="under torch.compile")
-    sizes = {"layers": 12, "width": 2048, "heads": 16, "length": 4096, "batch": 2, "steps": 50, "seed": 0}
-    for size, default in sizes.items():
-        parser.add_argument(f"--{size}", type=int, default=default)
+    large = {"layers": 12, "width": 2048, "heads": 16, "length": 4096, "batch": 2, "steps": 50, "seed": 0}
+    small = {"layers": 2, "width": 128, "heads": 4, "length": 512, "batch": 2, "steps": 10, "seed": 0}
+    for size in large:
+        parser.add_argument(f"--{size}", type=int, help=f"default: {large[size]} on a GPU, {small[size]} on a CPU")
     options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: got cuda; accepted: cpu, since torch finds no GPU here")
+    for size, default in (small if options.device == "cpu" else large).items():
+        if getattr(options, size) is None:
+            setattr(options, size, default)
+        if size != "seed" and getattr(options, size) < 1:
+            parser.error(f"--{size}: got {getattr(options, size)}; accepted: 1 or more")
+    if options.width % options.heads:
+        parser.error(f"--width: got {options.width}; accepted: multiples of --heads, {options.heads}")
     here = ("flashtile", "sdpa") if options.device == "cpu" else tuple(ATTENTIONS)
+    names = options.attentions.split(",") if options.attentions else here
+    if unknown := [name for name in names if name not in ATTENTIONS]:
+        parser.error(f"--attentions: got {', '.join(unknown)}; accepted: {', '.join(ATTENTIONS)}")
     data = batches(options)
     print(f"{'attention':12} {'loss, last 10':>14} {'ms per step':>12}")
-    for name in options.attentions.split(",") if options.attentions else here:
+    for name in names:
         losses, seconds = train(name, options, data)
         warm = seconds[len(seconds) // 5 :] or seconds  # the first steps compile
         print(f"{name:12} {statistics.fmean(losses[-10:]):14.4f} {1e3 * statistics.median(warm):12.1f}", flush=True)

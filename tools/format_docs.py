@@ -1,4 +1,4 @@
-"""Wrap the prose of README.md, CONTRIBUTING.md, CHANGELOG.md and docs/ to 120 characters a line.
+"""Wrap the prose of README.md, CONTRIBUTING.md, CHANGELOG.md, examples/README.md and docs/ to 120 characters a line.
 
 Only a paragraph with a longer line is wrapped again. Tables, code, headings, comments, HTML, link definitions and
 what is generated between `<!-- name -->` and `<!-- /name -->` stay as they are. Code spans, links and comments inside a
@@ -28,7 +28,7 @@ STARTS_BLOCK = re.compile(r"[-+*=>#|<~]|\d+[.)]$|:-|!\[|\[[^\]]+\]:")
 
 
 def pages(root: Path) -> list[Path]:
-    named = [root / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    named = [root / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")]
     return [path for path in (*named, *sorted((root / "docs").rglob("*.md"))) if path.exists()]
 
 

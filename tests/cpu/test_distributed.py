@@ -1039,7 +1039,21 @@ def test_a_trace_is_summed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_example() -> None:
     example = Path(__file__).parents[2] / "examples" / "long_context.py"
-    words = [sys.executable, str(example), "--tokens", "96", "--ranks", "2", "--steps", "1"]
-    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    words = [sys.executable, str(example), "--tokens", "96", "--ranks", "2", "--steps", "1", "--device", "cpu"]
+    environment = {**os.environ, "COLUMNS": "200"}
+    result = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
     assert result.returncode == 0, result.stderr
     assert "96 tokens" in result.stdout
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.stdout.splitlines() if line[:1] == "│"]
+    *ranks, losses = rows
+    # K and V of a row: 2 tensors of 64 numbers of 4 bytes, half a KiB
+    assert [rank[:3] for rank in ranks] == [["alone", "96", "48"], ["0", "48", "24"], ["1", "48", "24"]]
+    for *_, before, most, more in ranks:
+        if "VmHWM:" in Path("/proc/self/status").read_text():
+            assert 0 < float(before) <= float(most)
+            assert float(more) == pytest.approx(float(most) - float(before), abs=0.11)
+        else:
+            assert before == most == more == "not told"
+    assert losses[0] == "0"
+    assert float(losses[1]) == pytest.approx(float(losses[2]), abs=1e-4)
+    assert 3 < float(losses[1]) < 6  # log(64) is 4.2

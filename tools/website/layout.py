@@ -13,7 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 FRONT = "README.md"
-TOP = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+TOP = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md")
 # Where pages go that the navigation does not name
 OTHERS = "Reference"
 LOGS = "What was tried"

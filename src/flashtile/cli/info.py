@@ -72,7 +72,7 @@ def verdict(facts: dict[str, Any]) -> list[str]:
         if on_gpu != "cuda":
             lines.append(f"Not on the backend cuda: {status['cuda']['cuda'].removeprefix('no: ')}")
         return lines
-    why = "torch was built without CUDA" if facts["torch_cuda"] is None else "torch finds none"
+    why = "this torch was built without CUDA" if facts["torch_cuda"] is None else "torch finds no GPU"
     lines = [f"This machine: no GPU ({why}); calls on the CPU run on {cpu}."]
     if compiler["version"]:
         lines.append(f"NVRTC {compiler['version']} is here: kernels can be compiled for GPUs of other machines.")
