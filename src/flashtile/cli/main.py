@@ -266,6 +266,11 @@ def bench(
     calls: Annotated[
         str | None, typer.Option(help="Of --grid options: only calls whose names contain one of these parts.")
     ] = None,
+    protocol: Annotated[
+        str | None,
+        typer.Option(help="short (bursts after a rest), sustained (load) or both. Default: of paper on a GPU both."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of everything random. Default: a new one, printed.")] = None,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(metavar="A.csv B.csv", help="Print and write the ratios of two runs.")
     ] = None,
@@ -277,7 +282,7 @@ def bench(
     options = bench_command.Options(
         grid, full, seqlens, dtype, batch, heads, heads_kv, head_dim, causal, direction, backends, device, out,
         as_json, graph, seconds,
-        call_limit, compile_limit, overhead, cold, calls,
+        call_limit, compile_limit, overhead, cold, calls, protocol, seed,
     )  # fmt: skip
     if compare:
         _run(lambda: _prepare_compare(compare, options, tiles))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from flashtile.errors import Unsupported, value_error
-from flashtile.lab.bench import cold, compare, device, overhead, plots, tables
+from flashtile.lab.bench import cold, compare, device, nvml, overhead, plots, protocol, tables
 from flashtile.lab.bench.files import writable_folder
 from flashtile.lab.bench.load import Load
 from flashtile.lab.bench.points import (
@@ -85,6 +86,8 @@ class Options:
     has_overhead: bool = False
     has_cold: bool = False
     calls: str | None = None
+    protocol: str | None = None
+    seed: int | None = None
 
 
 def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
@@ -112,6 +115,10 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         check_ours(providers, plan, where)
     if options.use_graph and where != "cuda":
         raise value_error("--graph", f"it on {where}", "a GPU: it replays CUDA graphs", "Drop --graph")
+    if options.protocol is not None and (options.has_overhead or options.has_cold):
+        raise value_error("--protocol", "it with --overhead or --cold", "a sweep or a grid", "Drop --protocol")
+    protocols = protocol.chosen(options.protocol, "both" if (options.grid, where) == ("paper", "cuda") else None)
+    seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     folder = writable_folder(options.out or device.own_results(where))
     env = device.environment(where, arguments)
     console.print(line, highlight=False, soft_wrap=True)
@@ -125,7 +132,11 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         compile_limit_s=_compile_limit(options, where),
         use_graph=options.use_graph,
         copy_gb_per_s=device.copy_gb_per_s(where) if options.grid == "decode" else None,
+        seed=seed,
+        protocols=protocols,
+        probe=nvml.open_probe(where) if protocols else nvml.Probe(),
     )
+    console.print(f"Providers take turns in random order: --seed {seed}.", highlight=False)
     return partial(run_sweep, Sweep(plan, providers, settings, env), folder, console, options.as_json)
 
 
@@ -146,7 +157,7 @@ def run_sweep(sweep: Sweep, folder: Path, console: Console, as_json: bool = Fals
                 progress.advance(task)
     except KeyboardInterrupt:
         is_interrupted = True
-    remark = load.remark()
+    remark = " ".join(filter(None, (load.remark(), sweep.settings.probe.complaint)))
     for table in _summary(rows):
         show(console, table)
     if rows:
@@ -181,13 +192,14 @@ def _describe(point: Point, name: str) -> str:
 def _summary(rows: Sequence[Row]) -> Iterator[tables.Table]:
     sweep = rows[0].sweep if rows else ""
     kinds: tuple[str, ...] = ("latency", "throughput", "memory", "accuracy", "ratios")
+    by_protocol = ("standings", "places", "power")
     if sweep == "decode":
         kinds = ("latency", "bandwidth", "ratios", "serving")
     elif sweep in ("options", "cpu"):
         kinds = ("options",)
     elif sweep == "float32":
         kinds = ("float32",)
-    for kind in kinds:
+    for kind in (*kinds, *by_protocol):
         yield tables.of(rows, kind)
     yield tables.refusals(rows)
 

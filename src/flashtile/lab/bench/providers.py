@@ -51,7 +51,7 @@ class Provider:
     build: Callable[[Point, Inputs], Attend]
     layout: str = "bhsd"
     is_fast: bool = True  # in the default set of a grid
-    requires: str = ""  # the module that must be importable
+    requires: tuple[str, ...] = ()  # modules of which one must be importable
     max_relative_error: float | None = None  # what it is judged by instead of the error rule
 
 
@@ -110,13 +110,15 @@ def check_ours(chosen: Sequence[Provider], plan: Plan, device: str) -> None:
 
 def missing(provider: Provider) -> str | None:
     """Returns why the provider's package cannot be used here, or None."""
-    if not provider.requires:
-        return None
-    try:
-        importlib.import_module(provider.requires)
-    except Exception as error:  # a broken binary may raise anything
-        return f"{provider.requires} cannot be imported: {error}"
-    return None
+    complaints = []
+    for module in provider.requires:
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # a broken binary may raise anything
+            complaints.append(f"{module} cannot be imported: {error}")
+        else:
+            return None
+    return "; ".join(complaints) or None
 
 
 # Our backends
@@ -353,6 +355,35 @@ def _flash_attn(module: str, point: Point, inputs: Inputs) -> Attend:
     return Attend(call)
 
 
+_VLLM_FA3 = "vllm.vllm_flash_attn._vllm_fa3_C"
+
+
+def _flash_attn_3(point: Point, inputs: Inputs) -> Attend:
+    """FlashAttention-3's own package; without it, for the forward pass, the library inside vLLM's wheel."""
+    try:
+        return replace(_flash_attn("flash_attn_interface", point, inputs), detail="flash_attn_interface")
+    except ImportError:
+        importlib.import_module(_VLLM_FA3)
+    if point.direction != "fwd":
+        raise Unsupported("vLLM's build of FlashAttention-3 has no backward pass")
+    operator = torch.ops._vllm_fa3_C.fwd.default
+    starts = torch.arange(point.batch + 1, dtype=torch.int32, device=inputs.q.device)
+    # In the order of the operator: what it writes beside q, k and v, which sequences, pages, positions, FP8 scales
+    packed: list[Any] = [None] * 4 + [starts * point.seqlen_q, starts * point.seqlen_k] + [None] * 3
+    packed += [point.seqlen_q, point.seqlen_k] + [None] * 9
+    # Window, softcap, interleaved rotation, schedule, splits, packed heads, spared multiprocessors
+    rest = (point.head_dim**-0.5, point.is_causal, -1, -1, 0.0, True, None, 0, None, 0)
+    # Newer versions add sinks and context parallelism
+    added = (None, 1, 0, None)[: len(operator._schema.arguments) - 3 - len(packed) - len(rest)]
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = (tensor.flatten(0, 1) for tensor in (q, k, v))
+        out: Tensor = operator(*rows, *packed, *rest, *added)[0]
+        return out.view(*q.shape[:-1], v.shape[-1])
+
+    return Attend(call, detail="vLLM's build")
+
+
 def _xformers(point: Point, inputs: Inputs) -> Attend:
     _refuse_options(point)
     if point.heads != point.heads_kv:
@@ -401,14 +432,12 @@ BASELINES: list[Provider] = [
         True,
         partial(_flash_attn, "flash_attn.flash_attn_interface"),
         "bshd",
-        requires="flash_attn.flash_attn_interface",
+        requires=("flash_attn.flash_attn_interface",),
     ),
-    Provider(
-        "flash-attn-3", True, partial(_flash_attn, "flash_attn_interface"), "bshd", requires="flash_attn_interface"
-    ),
-    Provider("flash-attn-4", True, partial(_flash_attn, "flash_attn.cute"), "bshd", requires="flash_attn.cute"),
-    Provider("xformers", True, _xformers, "bshd", requires="xformers.ops"),
-    Provider("flashinfer", True, _flashinfer, "bshd", requires="flashinfer"),
+    Provider("flash-attn-3", True, _flash_attn_3, "bshd", requires=("flash_attn_interface", _VLLM_FA3)),
+    Provider("flash-attn-4", True, partial(_flash_attn, "flash_attn.cute"), "bshd", requires=("flash_attn.cute",)),
+    Provider("xformers", True, _xformers, "bshd", requires=("xformers.ops",)),
+    Provider("flashinfer", True, _flashinfer, "bshd", requires=("flashinfer",)),
 ]
 
 
