@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import random
+import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,19 @@ from typing import Any
 from rich.console import Console
 
 from flashtile.errors import Unsupported, value_error
-from flashtile.lab.bench import cold, compare, device, nvml, overhead, plots, protocol, tables
+from flashtile.lab.bench import (
+    cold,
+    compare,
+    device,
+    nvml,
+    overhead,
+    plots,
+    protocol,
+    random_runs,
+    regret,
+    tables,
+    wild,
+)
 from flashtile.lab.bench.files import writable_folder
 from flashtile.lab.bench.load import Load
 from flashtile.lab.bench.points import (
@@ -88,6 +101,13 @@ class Options:
     calls: str | None = None
     protocol: str | None = None
     seed: int | None = None
+    points: int | None = None
+    first: int | None = None
+    regret: int | None = None
+
+
+# Options that random calls take
+_OF_RANDOM_CALLS = ("grid", "regret", "seed", "points", "first", "calls", "backends", "device", "out", "as_json")
 
 
 def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
@@ -102,6 +122,11 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     if options.grid == "cpu" and options.device not in (None, "cpu"):
         raise value_error("--device", f"{options.device!r} with --grid cpu", "cpu", "Drop --device")
     where, line = device.resolve("cpu" if options.grid == "cpu" else options.device)
+    if options.grid == "wild" or options.regret is not None:
+        return _random_calls(options, where, line, arguments, console)
+    for name, value in (("--points", options.points), ("--from", options.first)):
+        if value is not None:
+            raise value_error(name, f"it without random calls ({value})", "--grid wild or --regret", f"Drop {name}")
     plan = make_plan(options, where)
     default_sets = {
         "options": OPTION_PROVIDERS,
@@ -138,6 +163,41 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     )
     console.print(f"Providers take turns in random order: --seed {seed}.", highlight=False)
     return partial(run_sweep, Sweep(plan, providers, settings, env), folder, console, options.as_json)
+
+
+def _random_calls(
+    options: Options, where: str, line: str, arguments: Sequence[str], console: Console
+) -> Callable[[], int]:
+    """The job of --grid wild or --regret."""
+    is_wild, kind = options.regret is None, "--grid wild" if options.regret is None else "--regret"
+    if options.regret is not None and options.grid is not None:
+        raise value_error("--grid", f"it with --regret ({options.grid})", "one of both", "Drop --grid")
+    for field in fields(Options):
+        is_known = field.name in _OF_RANDOM_CALLS and not (field.name in ("points", "backends") and not is_wild)
+        if not is_known and getattr(options, field.name) != field.default:
+            raise value_error(_named(field.name), f"it with {kind}", "the options of random calls", "Drop it")
+    seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
+    points = options.points if is_wild or options.calls is not None else options.regret
+    selection = random_runs.select(seed, points, options.first, options.calls, where)
+    providers = choose(options.backends or (wild.GPU_PROVIDERS if where == "cuda" else wild.CPU_PROVIDERS), True)
+    folder = writable_folder(options.out or device.own_results(where))
+    env, cache_bytes = device.environment(where, arguments), device.cache_bytes(where)
+    chosen = (("--device", options.device), ("--backends", options.backends), ("--out", options.out))
+    added = "".join(f" {name} {shlex.quote(str(value))}" for name, value in chosen if value is not None)
+    console.print(line, highlight=False, soft_wrap=True)
+    console.print(f"Random calls, providers in random order: --seed {seed}.", highlight=False)
+    if is_wild:
+        wild_job = wild.job(selection, providers, where, cache_bytes, env, added)
+        return random_runs.prepare(wild_job, folder, console, options.as_json)
+    regret_job = regret.job(selection, where, cache_bytes, env, added)
+    return random_runs.prepare(regret_job, folder, console, options.as_json)
+
+
+def _named(field: str) -> str:
+    """The option of the command line that fills a field."""
+    names = {"is_full": "--full", "is_causal": "--causal", "direction": "--pass", "use_graph": "--graph"}
+    names |= {"has_overhead": "--overhead", "has_cold": "--cold"}
+    return names.get(field, f"--{field.replace('_', '-')}")
 
 
 def _compile_limit(options: Options, where: str) -> float:

@@ -125,17 +125,15 @@ def missing(provider: Provider) -> str | None:
 
 
 def _ours(name: str | None, point: Point, inputs: Inputs) -> Attend:
-    if point.extra.entry == "serving":
+    bias, leaves = _bias(point, inputs)
+    inputs = replace(inputs, extras=replace(inputs.extras, bias=bias))
+    extra, detail = point.extra, _detail(name, explained(name, point, inputs))
+    if extra.entry == "serving":
         layout = serving.Layout(point, inputs.q.device)
-        detail = _detail(name, serving.explained(layout, name))
         return Attend(serving.ours(layout, name), detail=detail, arrange=layout.arrange)
-    extra, bias, leaves = point.extra, *_bias(point, inputs)
-    options: dict[str, Any] = {"causal": point.is_causal, "backend": name}
-    if point.option:
-        options.update(softcap=extra.softcap, dropout_p=extra.dropout_p, bias=bias, mask=inputs.extras.mask)
-        options.update(alibi_slopes=inputs.extras.alibi_slopes)
-        options.update(window=None if extra.window is None else (extra.window, 0))
-    detail = _detail(name, api.explain(inputs.q, inputs.k, inputs.v, **options))
+    if extra.entry == "packed":
+        return Attend(serving.packed_ours(point, inputs.q.device, name), detail=detail)
+    options = _options(name, point, inputs)
     if extra.entry == "sdpa":
         return Attend(facades.scaled_dot_product_attention, detail=detail)
     if extra.entry == "kvcache":
@@ -154,6 +152,25 @@ def _ours(name: str | None, point: Point, inputs: Inputs) -> Attend:
         return out
 
     return Attend(call, detail=detail, leaves=leaves)
+
+
+def explained(name: str | None, point: Point, inputs: Inputs) -> registry.Explanation:
+    """Explains what would run our call; of inputs that require gradients, both passes."""
+    if point.extra.entry == "serving":
+        return serving.explained(serving.Layout(point, inputs.q.device), name)
+    if point.extra.entry == "packed":
+        return serving.packed_explained(point, inputs, name)
+    return api.explain(inputs.q, inputs.k, inputs.v, **_options(name, point, inputs))
+
+
+def _options(name: str | None, point: Point, inputs: Inputs) -> dict[str, Any]:
+    """The options of our function of dense calls."""
+    extra, tensors, options = point.extra, inputs.extras, dict[str, Any](causal=point.is_causal, backend=name)
+    if point.option:
+        options.update(softcap=extra.softcap, dropout_p=extra.dropout_p, bias=tensors.bias, mask=tensors.mask)
+        options.update(alibi_slopes=tensors.alibi_slopes)
+        options.update(window=None if extra.window is None else (extra.window, 0))
+    return options
 
 
 def _detail(name: str | None, explanation: registry.Explanation) -> str:
@@ -202,9 +219,7 @@ def _sdpa(pinned: SDPBackend | None, point: Point, inputs: Inputs) -> Attend:
         raise Unsupported("scaled_dot_product_attention has neither pages nor lengths")
     options: dict[str, Any] = {"is_causal": point.is_causal}
     if point.is_causal and point.seqlen_q != point.seqlen_k:
-        from torch.nn.attention.bias import causal_lower_right  # imports Dynamo, which takes seconds
-
-        options = {"attn_mask": causal_lower_right(point.seqlen_q, point.seqlen_k)}
+        options = {"attn_mask": _lower_right(pinned, point, inputs)}
     if point.heads != point.heads_kv:
         options["enable_gqa"] = True
     bias, bias_leaves = _bias(point, inputs)
@@ -227,6 +242,17 @@ def _sdpa(pinned: SDPBackend | None, point: Point, inputs: Inputs) -> Attend:
     leaves = inputs.leaves("bhsd", point.direction != "fwd")
     chosen = SDPBackend(torch._fused_sdp_choice(leaves.q, leaves.k, leaves.v, **options))
     return Attend(call, detail=f"takes {chosen.name.lower()}", leaves=bias_leaves)
+
+
+def _lower_right(pinned: SDPBackend | None, point: Point, inputs: Inputs) -> Tensor:
+    """The causal mask of fewer queries than keys: torch's own type, for which it has kernels; for cuDNN, which has
+    none, a mask made ahead: torch would make it anew in every call."""
+    if pinned == SDPBackend.CUDNN_ATTENTION:
+        sizes = (point.seqlen_q, point.seqlen_k)
+        return torch.ones(sizes, dtype=torch.bool, device=inputs.q.device).tril(point.seqlen_k - point.seqlen_q)
+    from torch.nn.attention.bias import causal_lower_right  # imports Dynamo, which takes seconds
+
+    return causal_lower_right(point.seqlen_q, point.seqlen_k)
 
 
 def _step(inputs: Inputs, length: int) -> Call:
@@ -285,6 +311,8 @@ def _compiled(point: Point, inputs: Inputs) -> Attend:
 def _varlen(point: Point, inputs: Inputs) -> Attend:
     if not point.extra.is_packed:
         raise Unsupported("measured with packed sequences alone")
+    if point.extra.entry == "packed":
+        return Attend(serving.packed_torch(point, inputs.q.device))
     layout = serving.Layout(point, inputs.q.device)
     return Attend(serving.torch_varlen(layout), arrange=layout.arrange)
 
@@ -326,6 +354,8 @@ def _window(left: int) -> Callable[..., Tensor]:
 
 def _mask_of(mask: Tensor) -> Callable[..., Tensor]:
     """FlexAttention's form of a mask (batch, 1, 1 or seqlen_q, seqlen_k)."""
+    if mask.shape[1] != 1:
+        raise Unsupported("measured without masks of their own for each head")
     if mask.shape[2] == 1:
         return lambda b, h, i, j: mask[b, 0, 0, j]
     return lambda b, h, i, j: mask[b, 0, i, j]
@@ -334,8 +364,10 @@ def _mask_of(mask: Tensor) -> Callable[..., Tensor]:
 def _score_mod(softcap: float, bias: Tensor | None, slopes: Tensor | None) -> Callable[..., Tensor] | None:
     if softcap:
         return lambda score, b, h, i, j: softcap * torch.tanh(score / softcap)
-    if bias is not None:
+    if bias is not None and bias.shape[0] == 1:
         return lambda score, b, h, i, j: score + bias[0, h, i, j]
+    if bias is not None:
+        return lambda score, b, h, i, j: score + bias[b, h, i, j]
     if slopes is not None:
         return lambda score, b, h, i, j: score - slopes[h] * (i - j).abs()
     return None

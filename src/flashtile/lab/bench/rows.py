@@ -91,7 +91,7 @@ class Row:
 
     @property
     def point(self) -> Point:
-        names = {field.name for field in dataclasses.fields(Point)} - {"has_growing_keys"}
+        names = {field.name for field in dataclasses.fields(Point)} - {"has_growing_keys", "lengths"}
         return Point(**{name: getattr(self, name) for name in names})
 
 
