@@ -166,7 +166,7 @@ def _lengths(draw: _Draw, count: int, low: int, high: int) -> tuple[int, ...]:
 
 def _packed(draw: _Draw) -> Point:
     heads = draw.one(8, 16, 32, 32)
-    lengths = _lengths(draw, draw.between(2, 64), *((1, 600) if draw.happens(0.5) else (64, 4096)))
+    lengths = _lengths(draw, draw.between(4, 64), *((1, 600) if draw.happens(0.5) else (64, 4096)))
     dim = draw.one(64, 128, 128)
     point = _square(len(lengths), heads, draw.grouped(heads, 1, 4, 8), lengths[0], dim, draw.dtype())
     return replace(point, option=PACKED, lengths=lengths, is_causal=draw.happens(0.8))

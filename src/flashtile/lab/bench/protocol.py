@@ -22,6 +22,7 @@ class Protocol:
     num_batches: int  # of each provider, at least
     sample_s: float  # from one look at the sensors to the next
     max_calls: int = 10**6  # in a batch
+    least_batches: int = timing.MIN_ROUNDS  # of calls that are longer than a batch
 
 
 ALONE = Protocol("alone", 0.004, 0.015, 5, 0.001, timing.MAX_CALLS)
@@ -93,7 +94,7 @@ def run(
         total_s = max(budget_s, protocol.num_batches * protocol.batch_s)
         most = max(protocol.num_batches, timing.MAX_ROUNDS)
         rounds = round(total_s / max(thunk_s * contender.num_calls, protocol.batch_s))
-        wanted[contender.name] = max(timing.MIN_ROUNDS, min(most, rounds))
+        wanted[contender.name] = max(protocol.least_batches, min(most, rounds))
         contender.timed[protocol.name] = Timed(contender.num_calls * contender.calls_per_thunk)
     for name in timing.turns(wanted, order):
         contender = named[name]

@@ -104,7 +104,7 @@ class Bench:
             except Refusal as refusal:
                 found.append(replace(row, status=refusal.status, reason=refusal.reason))
             if not is_alive(self.device):
-                crashed = replace(row, status="crashed", reason=found[-1].others or found[-1].reason)
+                crashed = replace(found[-1], status="crashed")
                 said = f"Call {call.number} ({direction} {call.words()}) left the GPU unusable: {crashed.reason[:200]}."
                 raise Lost([*found[:-1], crashed], said)
         return found
@@ -121,9 +121,9 @@ class Bench:
             try:
                 contenders[one.name] = self._prepare(one, point, copies, check)
             except Refusal as refusal:
-                left_out.append(f"{one.name} {refusal.status}: {refusal.reason[:120]}")
                 if not is_alive(self.device):
-                    break
+                    raise Refusal("crashed", f"{one.name}: {refusal.reason}") from refusal
+                left_out.append(f"{one.name} {refusal.status}: {refusal.reason[:120]}")
         on_step(f"{point.direction} timing")
         with refusing():
             name = chosen_name(point, copies[0])

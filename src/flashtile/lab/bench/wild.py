@@ -31,8 +31,8 @@ CPU_PROVIDERS = "flashtile,sdpa,torch-varlen"
 BEHIND = 0.97  # ratios below are behind
 CLOSE = 1.03  # ratios below are measured again
 _MAX_COPIES = 32
-ROUNDS = Protocol("wild", 0.004, 0.0, 5, 0.0, timing.MAX_CALLS)
-AGAIN = replace(ROUNDS, num_batches=20)
+ROUNDS = Protocol("wild", 0.004, 0.0, 5, 0.0, timing.MAX_CALLS, least_batches=5)
+AGAIN = replace(ROUNDS, num_batches=20, least_batches=20)
 
 
 @dataclass(frozen=True)
