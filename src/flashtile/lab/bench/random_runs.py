@@ -148,14 +148,19 @@ def _run(
                 writer.add(found)
                 rows += found
                 progress.advance(task)
-                gc.collect()
-                if job.device == "cuda":
-                    torch.cuda.empty_cache()
+                release(job.device)
     except KeyboardInterrupt:
         status, stopped = INTERRUPTED, "Interrupted."
     except Lost as lost:
         status, stopped, next_call = STOPPED, str(lost), next_call + 1
     return _report(job, rows, writer, load.remark(), status, stopped, next_call, console, as_json)
+
+
+def release(device: str) -> None:
+    """Frees memory for what comes next."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _say(progress: Any, task: Any, call: Call, what: str) -> None:

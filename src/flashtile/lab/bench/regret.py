@@ -14,7 +14,7 @@ from flashtile.lab.bench import compare, join, protocol, tables
 from flashtile.lab.bench.calls import KINDS, Call, FirstSequence, make_inputs
 from flashtile.lab.bench.points import Inputs, Point
 from flashtile.lab.bench.providers import AUTOMATIC, Provider, by_name, explained
-from flashtile.lab.bench.random_runs import Job, Lost, Selection
+from flashtile.lab.bench.random_runs import Job, Lost, Selection, release
 from flashtile.lab.bench.rows import Environment
 from flashtile.lab.bench.sweep import Refusal, num_copies, refusing
 from flashtile.lab.bench.timing import Contender
@@ -82,7 +82,7 @@ def forced(family: str | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Bench:
-    """What the calls of a run have in common."""
+    """The device and the order that the calls of a run share."""
 
     device: str
     cache_bytes: int
@@ -124,6 +124,8 @@ class Bench:
                 if not is_alive(self.device):
                     raise Refusal("crashed", f"{one.name}: {refusal.reason}") from refusal
                 left_out.append(f"{one.name} {refusal.status}: {refusal.reason[:120]}")
+                if refusal.status == "oom":
+                    release(self.device)
         on_step(f"{point.direction} timing")
         with refusing():
             name = chosen_name(point, copies[0])

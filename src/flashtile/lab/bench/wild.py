@@ -21,7 +21,7 @@ from flashtile.lab.bench.calls import KINDS, Call, FirstSequence, make_inputs
 from flashtile.lab.bench.points import Inputs, Point
 from flashtile.lab.bench.protocol import Protocol
 from flashtile.lab.bench.providers import AUTOMATIC, Attend, Provider, missing
-from flashtile.lab.bench.random_runs import Job, Lost, Selection
+from flashtile.lab.bench.random_runs import Job, Lost, Selection, release
 from flashtile.lab.bench.rows import Environment
 from flashtile.lab.bench.sweep import MAX_GRAPHS, Refusal, make_thunk, num_copies, refusing, run
 from flashtile.lab.bench.timing import Contender
@@ -73,7 +73,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Bench:
-    """What the calls of a run have in common."""
+    """The device, the providers and the order that the calls of a run share."""
 
     device: str
     cache_bytes: int
@@ -119,6 +119,8 @@ class Bench:
                     )
                 except Refusal as refusal:
                     rows.append(replace(row, status=refusal.status, reason=refusal.reason))
+                    if refusal.status == "oom":
+                        release(self.device)
         for mode in self.modes:
             on_step(f"{direction} {mode}")
             contenders = [one.contenders[mode] for one in prepared.values()]
