@@ -441,6 +441,10 @@ def test_a_gpu_compares_all_families_and_knows_its_choice(
             name = regret.chosen_name(dataclasses.replace(point, direction=direction), inputs)
             assert name in {family.name for family in families.all_families(op)}
             taken.append(name)
+            leaves = inputs.leaves("bhsd", needs_grad=direction != "fwd")
+            detail = providers.AUTOMATIC.build(point, leaves).detail
+            assert f"{name}_kernel tile" in detail
+            assert ", not " not in detail
             with regret.forced("fwd_sm80" if op == "forward" else "bwd_sm80"):
                 forced = regret.chosen_name(dataclasses.replace(point, direction=direction), inputs)
             assert forced == ("fwd_sm80" if op == "forward" else "bwd_sm80")

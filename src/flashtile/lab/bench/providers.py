@@ -174,8 +174,10 @@ def _options(name: str | None, point: Point, inputs: Inputs) -> dict[str, Any]:
 
 
 def _detail(name: str | None, explanation: registry.Explanation) -> str:
+    """The backend, if it was not named, and what runs; not why others do not."""
     details = {"backend": explanation.backend} if name is None else {}
-    return ", ".join(f"{key} {value}" for key, value in (details | explanation.details).items())
+    details |= {key: value for key, value in explanation.details.items() if not key.startswith("not ")}
+    return ", ".join(f"{key} {value}" for key, value in details.items())
 
 
 def _bias(point: Point, inputs: Inputs) -> tuple[Tensor | None, tuple[Tensor, ...]]:

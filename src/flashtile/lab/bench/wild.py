@@ -193,7 +193,8 @@ def prepare_call(
     has_grad = point.direction != "fwd"
     stream = torch.cuda.Stream() if has_graph else None
     with refusing():
-        attend = provider.build(point, copies[0])
+        # Inputs that require gradients, so that `detail` names the kernels of both passes
+        attend = provider.build(point, replace(copies[0].leaves("bhsd", has_grad), extras=copies[0].extras))
         with calling(attend, has_grad, stream):
             some = copies[: MAX_GRAPHS if has_grad else None]
             leaves = [inputs.leaves(provider.layout, has_grad, device == "cuda") for inputs in some]
