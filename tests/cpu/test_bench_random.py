@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import fake_gpu
 import pytest
@@ -214,6 +217,56 @@ def test_a_call_that_is_close_is_timed_again(quick: None, monkeypatch: pytest.Mo
     assert "behind" not in line
     assert wild.closing(found).startswith("flashtile, the best peer's time over ours: fwd eager 0.0")
     assert "(1 of 1 behind, worst 0.0" in wild.closing(found)
+
+
+class NoGpu:
+    """Streams and graphs that are none: thunks run where they stand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails_for: str = "") -> None:
+        def capture(thunks: list[Callable[[], object]], stream: object) -> Callable[[], None]:
+            if fails_for in str(thunks[0]):
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return lambda: [thunk() for thunk in thunks][:0] and None
+
+        monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+        monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+        monkeypatch.setattr(wild, "calling", lambda attend, has_grad, stream: torch.set_grad_enabled(has_grad))
+        monkeypatch.setattr(wild, "torch", SimpleNamespace(cuda=SimpleNamespace(Stream=object)))
+        monkeypatch.setattr(timing, "capture", capture)
+        monkeypatch.setattr(wild.Bench, "modes", ("kernel", "eager"))
+
+
+def test_a_gpu_has_kernel_times_and_eager_ones(quick: None, monkeypatch: pytest.MonkeyPatch):
+    NoGpu(monkeypatch, fails_for="slow")
+    some = [provider("ours", is_baseline=False), provider("peer", right), provider("uncaptured", slow)]
+    found = bench_of(*some).measure(call_of(is_trained=True), print)
+    assert [(row.direction, row.mode, row.provider, row.status) for row in found] == [
+        (direction, mode, name, "refused" if (mode, name) == ("kernel", "uncaptured") else "ok")
+        for direction in ("fwd", "fwd+bwd")
+        for mode in ("kernel", "eager")
+        for name in ("ours", "peer", "uncaptured")
+    ]
+    assert "not permitted when stream is capturing" in found[2].reason
+    titles = [table.title for table in wild.summary(found)[:-1]]
+    assert titles == [
+        f"The best peer's time over ours: {direction}, {mode}"
+        for direction in ("fwd", "fwd+bwd")
+        for mode in ("kernel", "eager")
+    ]
+
+
+def test_what_fails_while_it_is_timed_does_not_end_the_run(quick: None):
+    calls_left = [6]
+
+    def tiring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        calls_left[0] -= 1
+        if calls_left[0] < 0:
+            raise torch.OutOfMemoryError("tried to allocate 1 GiB")
+        return right(q, k, v)
+
+    found = bench_of(provider("ours", is_baseline=False), provider("peer", tiring)).measure(call_of(), print)
+    assert [(row.provider, row.status) for row in found] == [("ours", "oom"), ("peer", "oom")]
+    assert "1 GiB" in found[0].reason
 
 
 def test_what_of_ours_fails_is_an_alarm(quick: None):

@@ -157,6 +157,8 @@ class Bench:
             made = prepare_call(one.provider, point, copies, check, self.device, has_graph=self.mode == "kernel")
         if made.complaint:
             raise Refusal("inaccurate", made.complaint)
+        if self.mode in made.refused:
+            raise made.refused[self.mode]
         return replace(made.contenders[self.mode], name=one.name)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -68,6 +68,7 @@ class Prepared:
 
     attend: Attend
     contenders: dict[str, Contender]
+    refused: dict[str, Refusal]  # by mode: calls that cannot be captured have no kernel time
     complaint: str
 
 
@@ -123,14 +124,28 @@ class Bench:
                         release(self.device)
         for mode in self.modes:
             on_step(f"{direction} {mode}")
-            contenders = [one.contenders[mode] for one in prepared.values()]
             with lost_on(call, direction, f"timing of {', '.join(prepared)}", self.device, rows):
+                rows += self._time({blank[name]: one for name, one in prepared.items()}, mode)
+        return rows
+
+    def _time(self, prepared: Mapping[WildRow, Prepared], mode: str) -> list[WildRow]:
+        """Returns the rows of one mode."""
+        refused = {row: one.refused[mode] for row, one in prepared.items() if mode in one.refused}
+        timed = {row: one for row, one in prepared.items() if mode not in one.refused}
+        contenders = [one.contenders[mode] for one in timed.values()]
+        try:
+            with refusing():
                 protocol.run(ROUNDS, contenders, self.device, self.order)
-                ratio = ratio_of([self._timed(blank[name], one, mode) for name, one in prepared.items()])
+                ratio = ratio_of([self._timed(row, one, mode) for row, one in timed.items()])
                 if ratio is not None and ratio < CLOSE:
                     protocol.run(AGAIN, contenders, self.device, self.order)
-            rows += [self._timed(blank[name], one, mode) for name, one in prepared.items()]
-        return rows
+        except Refusal as refusal:  # of one of them: what has been measured so far has gaps
+            refused |= dict.fromkeys(timed, refusal)
+            timed = {}
+        found = [self._timed(row, one, mode) for row, one in timed.items()]
+        return found + [
+            replace(row, mode=mode, status=refusal.status, reason=refusal.reason) for row, refusal in refused.items()
+        ]
 
     def _blank(self, call: Call, direction: str, provider: Provider) -> WildRow:
         names = (provider.name, provider.is_baseline)
@@ -207,11 +222,16 @@ def prepare_call(
             call_s = min(timing.once(thunk, device)[1] for thunk in (thunks * 2)[:2])
             context = partial(calling, attend, has_grad, None)
             contenders = {"eager": Contender(provider.name, thunks, call_s, context)}
+            refused = dict[str, Refusal]()
             if stream is not None:
-                graph = timing.capture(thunks, stream)
-                replay_s = min(timing.once(graph, device)[1] for _ in range(2)) / len(thunks)
-                contenders["kernel"] = Contender(provider.name, [graph], replay_s, context, len(thunks))
-    return Prepared(attend, contenders, complaint)
+                try:
+                    with refusing():
+                        graph = timing.capture(thunks, stream)
+                        replay_s = min(timing.once(graph, device)[1] for _ in range(2)) / len(thunks)
+                    contenders["kernel"] = Contender(provider.name, [graph], replay_s, context, len(thunks))
+                except Refusal as refusal:
+                    refused["kernel"] = refusal
+    return Prepared(attend, contenders, refused, complaint)
 
 
 @contextmanager
