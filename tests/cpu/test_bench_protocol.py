@@ -23,7 +23,7 @@ from flashtile.lab.bench.command import Options, prepare
 from flashtile.lab.bench.points import Point
 from flashtile.lab.bench.protocol import ALONE, SHORT, SUSTAINED
 from flashtile.lab.bench.providers import by_name, missing
-from flashtile.lab.bench.rows import Row, columns, read
+from flashtile.lab.bench.rows import Row, Writer, columns, read
 from flashtile.lab.bench.timing import Contender
 
 
@@ -352,6 +352,18 @@ def test_the_command_line_takes_a_protocol_and_a_seed(tmp_path: Path, monkeypatc
     result = invoke(*small, "--protocol", "both", "--cold", "--out", tmp_path / "new")
     assert "--protocol: got it with --overhead or --cold" in result.output
     assert not (tmp_path / "new").exists()
+
+
+def test_a_comparison_of_different_protocols_says_so(measured: list[Row], tmp_path: Path):
+    plain = [dataclasses.replace(row, protocol="rounds") for row in measured]
+    for name, some in (("load", measured), ("plain", plain)):
+        with Writer(tmp_path / f"{name}.csv", Row) as writer:
+            writer.add(some)
+    result = invoke("bench", "--compare", tmp_path / "load.csv", tmp_path / "plain.csv", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "Different protocols: rounds, sustained. The ratios say nothing" in result.output
+    result = invoke("bench", "--compare", tmp_path / "load.csv", tmp_path / "load.csv", "--out", tmp_path)
+    assert "Different protocols" not in result.output
 
 
 def test_the_paper_grid_takes_both_on_a_gpu_and_no_other_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -381,7 +381,9 @@ def test_rows_that_a_new_start_does_not_take_stay_where_they_are(
     result = invoke(*arguments, "--from", "1", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     assert {path.name for path in tmp_path.iterdir()} == {"wild_seed7.csv", "wild_seed7_unfinished.csv"}
-    assert {row.status for row in read(tmp_path / "wild_seed7.csv", WildRow)} == {"ok"}
+    found = read(tmp_path / "wild_seed7.csv", WildRow)
+    assert {row.status for row in found} == {"ok"}
+    assert len({(row.call, row.direction, row.provider) for row in found}) == len(found)
 
 
 @pytest.mark.parametrize(

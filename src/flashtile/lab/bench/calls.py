@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from flashtile.lab.bench.accuracy import Check
-from flashtile.lab.bench.options import LENGTHS, PACKED, PAGE_SIZES
+from flashtile.lab.bench.options import LENGTHS, MASKS_AND_BIASES, PACKED, PAGE_SIZES
 from flashtile.lab.bench.points import Inputs, Point
 
 _MAX_WORK = {"cuda": 3e12, "cpu": 2e8}  # batch x heads x queries x keys x head dim
@@ -148,8 +148,7 @@ def _float32(draw: _Draw) -> Point:
 def _masked(draw: _Draw) -> Point:
     heads = draw.one(8, 12, 16, 32)
     point = _square(draw.between(1, 8), heads, heads, draw.between(128, 4096), draw.one(64, 128), draw.dtype())
-    options = ("random mask (B,1,S,S)", "random mask (B,H,S,S)", "bias (B,H,S,S)", "bias (1,H,S,S)", LENGTHS)
-    return replace(point, option=draw.source.choice(options))
+    return replace(point, option=draw.source.choice(MASKS_AND_BIASES))
 
 
 def _wide(draw: _Draw) -> Point:

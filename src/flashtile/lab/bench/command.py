@@ -322,14 +322,20 @@ def prepare_compare(first: Path, second: Path, out: Path | None, as_json: bool) 
     if not found:
         raise value_error("--compare", "two runs without a common accurate row", "two CSVs of the same sweep")
     devices = sorted({row.env.device for row in (*before, *after)})
+    protocols = sorted({row.protocol or protocol.ROUNDS for row in (*before, *after) if row.is_ok})
     path = writable_folder(out or second.parent) / f"compare_{first.stem}_{second.stem}.csv"
-    return partial(_compare, found, devices, path, as_json)
+    return partial(_compare, found, devices, protocols, path, as_json)
 
 
-def _compare(found: Sequence[compare.Change], devices: Sequence[str], path: Path, as_json: bool) -> int:
+def _compare(
+    found: Sequence[compare.Change], devices: Sequence[str], protocols: Sequence[str], path: Path, as_json: bool
+) -> int:
     console = make_console(as_json)
     if len(devices) > 1:
         console.print(f"Different devices: {', '.join(devices)}.", highlight=False)
+    if len(protocols) > 1:
+        said = f"Different protocols: {', '.join(protocols)}. The ratios say nothing of a change of the code."
+        console.print(said, style="yellow", highlight=False)
     for table in tables.change_tables(found):
         show(console, table)
     compare.write(path, found)

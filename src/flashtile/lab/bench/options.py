@@ -54,11 +54,15 @@ OPTIONS = {
     "kvcache step": Option(entry="kvcache"),
     "kvcache step Sk128": Option(entry="kvcache"),
     "kvcache step B4": Option(entry="kvcache"),
+    PACKED: Option(entry="packed", is_packed=True),
+}
+_OF_RANDOM_CALLS = {
     "random mask (B,1,S,S)": Option(mask="dense", hidden=0.3),
     "random mask (B,H,S,S)": Option(mask="heads", hidden=0.3),
     "bias (B,H,S,S)": Option(has_bias=True, is_bias_per_sequence=True),
-    PACKED: Option(entry="packed", is_packed=True),
 }
+OPTIONS |= _OF_RANDOM_CALLS
+MASKS_AND_BIASES = (*_OF_RANDOM_CALLS, "bias (1,H,S,S)", LENGTHS)  # those of random calls
 PAGE_SIZES, SHORT_KEYS = (1, 16, 64, 256), 512
 
 

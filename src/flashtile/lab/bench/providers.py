@@ -331,11 +331,11 @@ def _flex(point: Point, inputs: Inputs) -> Attend:
         raise Unsupported("left out: FlexAttention is measured where it has a mask or a score to change")
     options: dict[str, Any] = {"enable_gqa": point.heads != point.heads_kv}
     if point.is_causal or extra.mask:
-        batch = point.batch if extra.mask else None
+        batch, heads = point.batch if extra.mask else None, point.heads if extra.mask == "heads" else None
         is_seen = _window(extra.window) if extra.window is not None else _is_seen
         is_seen = _mask_of(inputs.extras.mask) if inputs.extras.mask is not None else is_seen
         options["block_mask"] = create_block_mask(
-            is_seen, batch, None, point.seqlen_q, point.seqlen_k, device=inputs.q.device.type
+            is_seen, batch, heads, point.seqlen_q, point.seqlen_k, device=inputs.q.device.type
         )
     if (change := _score_mod(extra.softcap, bias, inputs.extras.alibi_slopes)) is not None:
         options["score_mod"] = change
@@ -355,9 +355,9 @@ def _window(left: int) -> Callable[..., Tensor]:
 
 
 def _mask_of(mask: Tensor) -> Callable[..., Tensor]:
-    """FlexAttention's form of a mask (batch, 1, 1 or seqlen_q, seqlen_k)."""
+    """FlexAttention's form of a mask (batch, 1 or heads, 1 or seqlen_q, seqlen_k)."""
     if mask.shape[1] != 1:
-        raise Unsupported("measured without masks of their own for each head")
+        return lambda b, h, i, j: mask[b, h, i, j]
     if mask.shape[2] == 1:
         return lambda b, h, i, j: mask[b, 0, 0, j]
     return lambda b, h, i, j: mask[b, 0, i, j]
