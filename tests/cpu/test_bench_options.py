@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from flashtile.cli.main import app
 from flashtile.lab.bench import compare, plots, points, providers, tables
+from flashtile.lab.bench.options import MASKS_AND_BIASES
 from flashtile.lab.bench.options import OPTIONS as ALL_OPTIONS
 from flashtile.lab.bench.points import Plan, Point, cpu_grid, float32_grid, options_grid, paper_grid
 from flashtile.lab.bench.providers import by_name, choose
@@ -21,7 +22,7 @@ from flashtile.lab.bench.rows import Row, Writer, read
 from flashtile.lab.bench.sweep import Sweep
 
 # Those of serving have tests of their own
-OPTIONS = {name: option for name, option in ALL_OPTIONS.items() if option.entry != "serving"}
+OPTIONS = {name: option for name, option in ALL_OPTIONS.items() if option.entry not in ("serving", "packed")}
 SMALL = Point(2, 4, 4, 40, 40, 16, 16)
 LONG = Point(1, 1, 1, 1100, 1100, 8, 8, is_causal=True, option="window 1024 causal")
 STEP = Point(1, 4, 4, 1, 33, 16, 16)
@@ -55,7 +56,7 @@ def test_the_options_grid_has_the_calls_in_both_passes():
     )
     assert named["fp32 d256"].dtype == "fp32"
     others = {point.option for grid in (cpu_grid(), float32_grid()) for point in grid.points}
-    assert set(OPTIONS) - others <= set(named)
+    assert set(OPTIONS) - others - set(MASKS_AND_BIASES) <= set(named)
     assert options_grid("fp16", only="fwd+bwd").stem == "sdpa_options_fp16_fwdbwd"
 
 

@@ -123,10 +123,11 @@ def test_a_refusal_keeps_its_reason_and_the_sweep_goes_on():
 
 
 def test_a_missing_package_is_refused_once():
-    absent = Provider("absent", True, lambda point, inputs: Attend(right), requires="no_such_package")
+    absent = Provider("absent", True, lambda point, inputs: Attend(right), requires=("no_such_package", "nor_this_one"))
     found = rows([absent, provider("fine")], 32, 48)
     assert [row.provider for row in found] == ["fine", "absent", "fine"]
     assert "no_such_package cannot be imported" in found[1].reason
+    assert "nor_this_one cannot be imported" in found[1].reason
 
 
 def test_a_warning_before_an_error_becomes_part_of_the_reason():
@@ -313,7 +314,7 @@ def test_an_interrupt_during_the_rounds_keeps_all(monkeypatch: pytest.MonkeyPatc
         calls.append("slow")
         return right(q, k, v)
 
-    def interrupting(contenders, device, budget_s):
+    def interrupting(contenders, device, budget_s, order):
         monkeypatch.setattr(timing, "interleave", interleave)
         contenders[0].seconds.append(1e-3)
         calls.clear()

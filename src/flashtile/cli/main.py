@@ -231,7 +231,7 @@ def check(
 @app.command()
 def bench(
     grid: Annotated[
-        str | None, typer.Option(help="paper, decode, options, float32 or cpu: problems instead of one length sweep.")
+        str | None, typer.Option(help="paper, decode, options, float32, cpu or wild: not one length sweep.")
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Sequence lengths up to 16384 instead of 2048.")] = False,
     seqlens: Annotated[str | None, typer.Option(help="Sequence lengths, separated by commas.")] = None,
@@ -264,7 +264,19 @@ def bench(
         bool, typer.Option("--tiles", help="Compare tiles of the forward kernels; takes --dtype, --out and --json.")
     ] = False,
     calls: Annotated[
-        str | None, typer.Option(help="Of --grid options: only calls whose names contain one of these parts.")
+        str | None, typer.Option(help="Parts of names in --grid options; numbers of random calls.")
+    ] = None,
+    protocol: Annotated[
+        str | None,
+        typer.Option(help="short (bursts after a rest), sustained (load) or both. Default: of paper on a GPU both."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of everything random. Default: a new one, printed.")] = None,
+    points: Annotated[int | None, typer.Option(help="Number of calls of --grid wild.")] = None,
+    first: Annotated[
+        int | None, typer.Option("--from", help="The random call with which a run that stopped goes on.")
+    ] = None,
+    regret: Annotated[
+        int | None, typer.Option(help="Measure what the choice of a kernel costs in that many random calls instead.")
     ] = None,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(metavar="A.csv B.csv", help="Print and write the ratios of two runs.")
@@ -277,7 +289,7 @@ def bench(
     options = bench_command.Options(
         grid, full, seqlens, dtype, batch, heads, heads_kv, head_dim, causal, direction, backends, device, out,
         as_json, graph, seconds,
-        call_limit, compile_limit, overhead, cold, calls,
+        call_limit, compile_limit, overhead, cold, calls, protocol, seed, points, first, regret,
     )  # fmt: skip
     if compare:
         _run(lambda: _prepare_compare(compare, options, tiles))

@@ -123,8 +123,8 @@ def _sample(point: Point, inputs: Inputs) -> _Part:
         q,
         k,
         v,
-        bias=_bias(point, inputs, rows, num_heads),
-        mask=_mask(point, inputs, rows, num_sequences),
+        bias=_bias(point, inputs, rows, num_sequences, num_heads),
+        mask=_mask(point, inputs, rows, num_sequences, num_heads),
         softcap=point.extra.softcap,
     )
     dlse = torch.zeros(q.shape[:-1], device=q.device)
@@ -135,7 +135,7 @@ def _num_sequences(point: Point) -> int:
     return point.batch if point.extra.has_bias_grad and point.direction != "fwd" else 1
 
 
-def _mask(point: Point, inputs: Inputs, rows: Tensor, num_sequences: int) -> Tensor | None:
+def _mask(point: Point, inputs: Inputs, rows: Tensor, num_sequences: int, num_heads: int) -> Tensor | None:
     """Causal mask, window and the call's own mask, for the rows of the sample."""
     # Of causal calls the last query sees the last key
     offset = point.seqlen_k - point.seqlen_q if point.is_causal else 0
@@ -146,13 +146,13 @@ def _mask(point: Point, inputs: Inputs, rows: Tensor, num_sequences: int) -> Ten
         masks.append((distance <= point.extra.window)[None, None])
     if inputs.extras.mask is not None:
         own = inputs.extras.mask[:num_sequences]
-        masks.append(own[:, :, rows] if point.extra.mask == "dense" else own)
+        masks.append(own[:, :num_heads, rows] if point.extra.mask in ("dense", "heads") else own)
     return functools.reduce(torch.logical_and, masks) if masks else None
 
 
-def _bias(point: Point, inputs: Inputs, rows: Tensor, num_heads: int) -> Tensor | None:
+def _bias(point: Point, inputs: Inputs, rows: Tensor, num_sequences: int, num_heads: int) -> Tensor | None:
     """The call's bias, or its ALiBi slopes as a bias, for the rows of the sample."""
     if inputs.extras.alibi_slopes is not None:
         distance = (rows[:, None] - torch.arange(point.seqlen_k, device=rows.device)).abs()
         return -inputs.extras.alibi_slopes[None, :num_heads, None, None] * distance
-    return None if inputs.extras.bias is None else inputs.extras.bias[:, :num_heads, rows]
+    return None if inputs.extras.bias is None else inputs.extras.bias[:num_sequences, :num_heads, rows]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import random
+import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,19 @@ from typing import Any
 from rich.console import Console
 
 from flashtile.errors import Unsupported, value_error
-from flashtile.lab.bench import cold, compare, device, overhead, plots, tables
+from flashtile.lab.bench import (
+    cold,
+    compare,
+    device,
+    nvml,
+    overhead,
+    plots,
+    protocol,
+    random_runs,
+    regret,
+    tables,
+    wild,
+)
 from flashtile.lab.bench.files import writable_folder
 from flashtile.lab.bench.load import Load
 from flashtile.lab.bench.points import (
@@ -85,6 +99,15 @@ class Options:
     has_overhead: bool = False
     has_cold: bool = False
     calls: str | None = None
+    protocol: str | None = None
+    seed: int | None = None
+    points: int | None = None
+    first: int | None = None
+    regret: int | None = None
+
+
+# Options that random calls take
+_OF_RANDOM_CALLS = ("grid", "regret", "seed", "points", "first", "calls", "backends", "device", "out", "as_json")
 
 
 def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
@@ -99,6 +122,11 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     if options.grid == "cpu" and options.device not in (None, "cpu"):
         raise value_error("--device", f"{options.device!r} with --grid cpu", "cpu", "Drop --device")
     where, line = device.resolve("cpu" if options.grid == "cpu" else options.device)
+    if options.grid == "wild" or options.regret is not None:
+        return _random_calls(options, where, line, arguments, console)
+    for name, value in (("--points", options.points), ("--from", options.first)):
+        if value is not None:
+            raise value_error(name, f"it without random calls ({value})", "--grid wild or --regret", f"Drop {name}")
     plan = make_plan(options, where)
     default_sets = {
         "options": OPTION_PROVIDERS,
@@ -112,6 +140,10 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         check_ours(providers, plan, where)
     if options.use_graph and where != "cuda":
         raise value_error("--graph", f"it on {where}", "a GPU: it replays CUDA graphs", "Drop --graph")
+    if options.protocol is not None and (options.has_overhead or options.has_cold):
+        raise value_error("--protocol", "it with --overhead or --cold", "a sweep or a grid", "Drop --protocol")
+    protocols = protocol.chosen(options.protocol, "both" if (options.grid, where) == ("paper", "cuda") else None)
+    seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     folder = writable_folder(options.out or device.own_results(where))
     env = device.environment(where, arguments)
     console.print(line, highlight=False, soft_wrap=True)
@@ -125,8 +157,47 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         compile_limit_s=_compile_limit(options, where),
         use_graph=options.use_graph,
         copy_gb_per_s=device.copy_gb_per_s(where) if options.grid == "decode" else None,
+        seed=seed,
+        protocols=protocols,
+        probe=nvml.open_probe(where) if protocols else nvml.Probe(),
     )
+    console.print(f"Providers take turns in random order: --seed {seed}.", highlight=False)
     return partial(run_sweep, Sweep(plan, providers, settings, env), folder, console, options.as_json)
+
+
+def _random_calls(
+    options: Options, where: str, line: str, arguments: Sequence[str], console: Console
+) -> Callable[[], int]:
+    """The job of --grid wild or --regret."""
+    is_wild, kind = options.regret is None, "--grid wild" if options.regret is None else "--regret"
+    if options.regret is not None and options.grid is not None:
+        raise value_error("--grid", f"it with --regret ({options.grid})", "one of both", "Drop --grid")
+    for field in fields(Options):
+        is_known = field.name in _OF_RANDOM_CALLS and not (field.name in ("points", "backends") and not is_wild)
+        if not is_known and getattr(options, field.name) != field.default:
+            raise value_error(_named(field.name), f"it with {kind}", "the options of random calls", "Drop it")
+    seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
+    points = options.points if is_wild or options.calls is not None else options.regret
+    selection = random_runs.select(seed, points, options.first, options.calls, where)
+    providers = choose(options.backends or (wild.GPU_PROVIDERS if where == "cuda" else wild.CPU_PROVIDERS), True)
+    folder = writable_folder(options.out or device.own_results(where))
+    env, cache_bytes = device.environment(where, arguments), device.cache_bytes(where)
+    chosen = (("--device", options.device), ("--backends", options.backends), ("--out", options.out))
+    added = "".join(f" {name} {shlex.quote(str(value))}" for name, value in chosen if value is not None)
+    console.print(line, highlight=False, soft_wrap=True)
+    console.print(f"Random calls, providers in random order: --seed {seed}.", highlight=False)
+    if is_wild:
+        wild_job = wild.job(selection, providers, where, cache_bytes, env, added)
+        return random_runs.prepare(wild_job, folder, console, options.as_json)
+    regret_job = regret.job(selection, where, cache_bytes, env, added)
+    return random_runs.prepare(regret_job, folder, console, options.as_json)
+
+
+def _named(field: str) -> str:
+    """The option of the command line that fills a field."""
+    names = {"is_full": "--full", "is_causal": "--causal", "direction": "--pass", "use_graph": "--graph"}
+    names |= {"has_overhead": "--overhead", "has_cold": "--cold"}
+    return names.get(field, f"--{field.replace('_', '-')}")
 
 
 def _compile_limit(options: Options, where: str) -> float:
@@ -146,7 +217,7 @@ def run_sweep(sweep: Sweep, folder: Path, console: Console, as_json: bool = Fals
                 progress.advance(task)
     except KeyboardInterrupt:
         is_interrupted = True
-    remark = load.remark()
+    remark = " ".join(filter(None, (load.remark(), sweep.settings.probe.complaint)))
     for table in _summary(rows):
         show(console, table)
     if rows:
@@ -181,13 +252,14 @@ def _describe(point: Point, name: str) -> str:
 def _summary(rows: Sequence[Row]) -> Iterator[tables.Table]:
     sweep = rows[0].sweep if rows else ""
     kinds: tuple[str, ...] = ("latency", "throughput", "memory", "accuracy", "ratios")
+    by_protocol = ("standings", "places", "power")
     if sweep == "decode":
         kinds = ("latency", "bandwidth", "ratios", "serving")
     elif sweep in ("options", "cpu"):
         kinds = ("options",)
     elif sweep == "float32":
         kinds = ("float32",)
-    for kind in kinds:
+    for kind in (*kinds, *by_protocol):
         yield tables.of(rows, kind)
     yield tables.refusals(rows)
 
@@ -250,14 +322,20 @@ def prepare_compare(first: Path, second: Path, out: Path | None, as_json: bool) 
     if not found:
         raise value_error("--compare", "two runs without a common accurate row", "two CSVs of the same sweep")
     devices = sorted({row.env.device for row in (*before, *after)})
+    protocols = sorted({row.protocol or protocol.ROUNDS for row in (*before, *after) if row.is_ok})
     path = writable_folder(out or second.parent) / f"compare_{first.stem}_{second.stem}.csv"
-    return partial(_compare, found, devices, path, as_json)
+    return partial(_compare, found, devices, protocols, path, as_json)
 
 
-def _compare(found: Sequence[compare.Change], devices: Sequence[str], path: Path, as_json: bool) -> int:
+def _compare(
+    found: Sequence[compare.Change], devices: Sequence[str], protocols: Sequence[str], path: Path, as_json: bool
+) -> int:
     console = make_console(as_json)
     if len(devices) > 1:
         console.print(f"Different devices: {', '.join(devices)}.", highlight=False)
+    if len(protocols) > 1:
+        said = f"Different protocols: {', '.join(protocols)}. The ratios say nothing of a change of the code."
+        console.print(said, style="yellow", highlight=False)
     for table in tables.change_tables(found):
         show(console, table)
     compare.write(path, found)

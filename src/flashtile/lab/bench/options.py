@@ -12,14 +12,15 @@ from torch import Tensor
 class Option:
     """Arguments of a call beside q, k, v and a causal mask."""
 
-    entry: str = "attention"  # the function of ours: attention, sdpa, kvcache or serving (bench/serving.py)
+    entry: str = "attention"  # the function of ours: attention, sdpa, kvcache, serving or packed (bench/serving.py)
     window: int | None = None  # keys to the left of the query's own
     softcap: float = 0.0
     dropout_p: float = 0.0
     has_alibi: bool = False
     has_bias: bool = False  # (1, heads, seqlen_q, seqlen_k), in the dtype of q
+    is_bias_per_sequence: bool = False  # (batch, heads, seqlen_q, seqlen_k)
     has_bias_grad: bool = False
-    mask: str = ""  # padding, lengths: (batch, 1, 1, seqlen_k); dense: (batch, 1, seqlen_q, seqlen_k)
+    mask: str = ""  # padding, lengths: (batch, 1, 1, seqlen_k); dense: (batch, 1, seqlen_q, seqlen_k); heads: of each
     hidden: float = 0.0  # fraction of the mask that is False, at random; of lengths: at the end of the first sequence
     page_size: int | None = None  # of a cache in pages
     short_keys: int | None = None  # of all sequences of a cache but the first
@@ -34,11 +35,12 @@ class Option:
 
 PLAIN = Option()
 TINY_ROW = "one row of V times 2^-40"
+LENGTHS, PACKED = "padding to lengths S/2 to S", "packed"
 OPTIONS = {
     "bias (1,H,S,S)": Option(has_bias=True),
     "bias with gradient": Option(has_bias=True, has_bias_grad=True),
     "padding mask (B,1,1,S)": Option(mask="padding", hidden=0.1),
-    "padding to lengths S/2 to S": Option(mask="lengths", hidden=0.5),
+    LENGTHS: Option(mask="lengths", hidden=0.5),
     "bool mask (B,1,S,S)": Option(mask="dense", hidden=0.2),
     "dropout 0.1": Option(dropout_p=0.1),
     "softcap 30 causal": Option(softcap=30.0),
@@ -52,7 +54,15 @@ OPTIONS = {
     "kvcache step": Option(entry="kvcache"),
     "kvcache step Sk128": Option(entry="kvcache"),
     "kvcache step B4": Option(entry="kvcache"),
+    PACKED: Option(entry="packed", is_packed=True),
 }
+_OF_RANDOM_CALLS = {
+    "random mask (B,1,S,S)": Option(mask="dense", hidden=0.3),
+    "random mask (B,H,S,S)": Option(mask="heads", hidden=0.3),
+    "bias (B,H,S,S)": Option(has_bias=True, is_bias_per_sequence=True),
+}
+OPTIONS |= _OF_RANDOM_CALLS
+MASKS_AND_BIASES = (*_OF_RANDOM_CALLS, "bias (1,H,S,S)", LENGTHS)  # those of random calls
 PAGE_SIZES, SHORT_KEYS = (1, 16, 64, 256), 512
 
 
@@ -89,9 +99,10 @@ def shapes(option: Option, batch: int, heads: int, seqlen_q: int, seqlen_k: int)
     """The shapes of the option's tensors, by their names in Extras."""
     found: dict[str, tuple[int, ...]] = {}
     if option.has_bias:
-        found["bias"] = (1, heads, seqlen_q, seqlen_k)
+        found["bias"] = (batch if option.is_bias_per_sequence else 1, heads, seqlen_q, seqlen_k)
     if option.mask:
-        found["mask"] = (batch, 1, seqlen_q if option.mask == "dense" else 1, seqlen_k)
+        rows = seqlen_q if option.mask in ("dense", "heads") else 1
+        found["mask"] = (batch, heads if option.mask == "heads" else 1, rows, seqlen_k)
     if option.has_alibi:
         found["alibi_slopes"] = (heads,)
     return found

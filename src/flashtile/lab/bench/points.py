@@ -15,7 +15,7 @@ from flashtile.lab.dtypes import DTYPES
 DIRECTIONS = ("fwd", "bwd", "fwd+bwd")
 FAST_SEQLENS = (512, 1024, 1536, 2048)
 FULL_SEQLENS = (*FAST_SEQLENS, 4096, 8192, 16384)
-GRIDS = ("paper", "decode", "options", "float32", "cpu")
+GRIDS = ("paper", "decode", "options", "float32", "cpu", "wild")
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Point:
     direction: str = "fwd"  # one of DIRECTIONS
     option: str = ""  # the name of the call in a grid of options
     has_growing_keys: bool = False  # seqlen_k differs in every call, so nothing may be compiled per length
+    lengths: tuple[int, ...] = ()  # keys of each sequence where they differ; of packed calls queries, too
 
     @property
     def extra(self) -> Option:
@@ -75,7 +76,9 @@ class Point:
         return rows_q * self.head_dim, rows_k * self.head_dim, rows_k * self.head_dim_v, rows_q * self.head_dim_v
 
     def num_keys(self) -> int:
-        """Returns the number of keys of all sequences of a cache."""
+        """Returns the number of keys of all sequences."""
+        if self.lengths:
+            return sum(self.lengths)
         short = self.extra.short_keys
         return self.batch * self.seqlen_k if short is None else self.seqlen_k + (self.batch - 1) * short
 
@@ -107,10 +110,13 @@ class Point:
         return Inputs(q, k, v, dout)
 
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Returns the shapes of q, k, v and the output's gradient."""
+        """Returns the shapes of q, k, v and the output's gradient: (batch, heads, rows, dim), or (rows, heads, dim) of
+        packed calls."""
         heads = (self.heads, self.heads_kv, self.heads_kv, self.heads)
         rows = (self.seqlen_q, self.seqlen_k, self.seqlen_k, self.seqlen_q)
         dims = (self.head_dim, self.head_dim, self.head_dim_v, self.head_dim_v)
+        if self.extra.entry == "packed":
+            return tuple((sum(self.lengths), h, d) for h, d in zip(heads, dims, strict=True))
         return tuple((self.batch, h, s, d) for h, s, d in zip(heads, rows, dims, strict=True))
 
 

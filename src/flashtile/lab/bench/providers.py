@@ -51,7 +51,7 @@ class Provider:
     build: Callable[[Point, Inputs], Attend]
     layout: str = "bhsd"
     is_fast: bool = True  # in the default set of a grid
-    requires: str = ""  # the module that must be importable
+    requires: tuple[str, ...] = ()  # modules of which one must be importable
     max_relative_error: float | None = None  # what it is judged by instead of the error rule
 
 
@@ -110,30 +110,30 @@ def check_ours(chosen: Sequence[Provider], plan: Plan, device: str) -> None:
 
 def missing(provider: Provider) -> str | None:
     """Returns why the provider's package cannot be used here, or None."""
-    if not provider.requires:
-        return None
-    try:
-        importlib.import_module(provider.requires)
-    except Exception as error:  # a broken binary may raise anything
-        return f"{provider.requires} cannot be imported: {error}"
-    return None
+    complaints = []
+    for module in provider.requires:
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # a broken binary may raise anything
+            complaints.append(f"{module} cannot be imported: {error}")
+        else:
+            return None
+    return "; ".join(complaints) or None
 
 
 # Our backends
 
 
 def _ours(name: str | None, point: Point, inputs: Inputs) -> Attend:
-    if point.extra.entry == "serving":
+    bias, leaves = _bias(point, inputs)
+    inputs = replace(inputs, extras=replace(inputs.extras, bias=bias))
+    extra, detail = point.extra, _detail(name, explained(name, point, inputs))
+    if extra.entry == "serving":
         layout = serving.Layout(point, inputs.q.device)
-        detail = _detail(name, serving.explained(layout, name))
         return Attend(serving.ours(layout, name), detail=detail, arrange=layout.arrange)
-    extra, bias, leaves = point.extra, *_bias(point, inputs)
-    options: dict[str, Any] = {"causal": point.is_causal, "backend": name}
-    if point.option:
-        options.update(softcap=extra.softcap, dropout_p=extra.dropout_p, bias=bias, mask=inputs.extras.mask)
-        options.update(alibi_slopes=inputs.extras.alibi_slopes)
-        options.update(window=None if extra.window is None else (extra.window, 0))
-    detail = _detail(name, api.explain(inputs.q, inputs.k, inputs.v, **options))
+    if extra.entry == "packed":
+        return Attend(serving.packed_ours(point, inputs.q.device, name), detail=detail)
+    options = _options(name, point, inputs)
     if extra.entry == "sdpa":
         return Attend(facades.scaled_dot_product_attention, detail=detail)
     if extra.entry == "kvcache":
@@ -154,9 +154,30 @@ def _ours(name: str | None, point: Point, inputs: Inputs) -> Attend:
     return Attend(call, detail=detail, leaves=leaves)
 
 
+def explained(name: str | None, point: Point, inputs: Inputs) -> registry.Explanation:
+    """Explains what would run our call; of inputs that require gradients, both passes."""
+    if point.extra.entry == "serving":
+        return serving.explained(serving.Layout(point, inputs.q.device), name)
+    if point.extra.entry == "packed":
+        return serving.packed_explained(point, inputs, name)
+    return api.explain(inputs.q, inputs.k, inputs.v, **_options(name, point, inputs))
+
+
+def _options(name: str | None, point: Point, inputs: Inputs) -> dict[str, Any]:
+    """The options of our function of dense calls."""
+    extra, tensors, options = point.extra, inputs.extras, dict[str, Any](causal=point.is_causal, backend=name)
+    if point.option:
+        options.update(softcap=extra.softcap, dropout_p=extra.dropout_p, bias=tensors.bias, mask=tensors.mask)
+        options.update(alibi_slopes=tensors.alibi_slopes)
+        options.update(window=None if extra.window is None else (extra.window, 0))
+    return options
+
+
 def _detail(name: str | None, explanation: registry.Explanation) -> str:
+    """The backend, if it was not named, and what runs; not why others do not."""
     details = {"backend": explanation.backend} if name is None else {}
-    return ", ".join(f"{key} {value}" for key, value in (details | explanation.details).items())
+    details |= {key: value for key, value in explanation.details.items() if not key.startswith("not ")}
+    return ", ".join(f"{key} {value}" for key, value in details.items())
 
 
 def _bias(point: Point, inputs: Inputs) -> tuple[Tensor | None, tuple[Tensor, ...]]:
@@ -200,9 +221,7 @@ def _sdpa(pinned: SDPBackend | None, point: Point, inputs: Inputs) -> Attend:
         raise Unsupported("scaled_dot_product_attention has neither pages nor lengths")
     options: dict[str, Any] = {"is_causal": point.is_causal}
     if point.is_causal and point.seqlen_q != point.seqlen_k:
-        from torch.nn.attention.bias import causal_lower_right  # imports Dynamo, which takes seconds
-
-        options = {"attn_mask": causal_lower_right(point.seqlen_q, point.seqlen_k)}
+        options = {"attn_mask": _lower_right(pinned, point, inputs)}
     if point.heads != point.heads_kv:
         options["enable_gqa"] = True
     bias, bias_leaves = _bias(point, inputs)
@@ -225,6 +244,17 @@ def _sdpa(pinned: SDPBackend | None, point: Point, inputs: Inputs) -> Attend:
     leaves = inputs.leaves("bhsd", point.direction != "fwd")
     chosen = SDPBackend(torch._fused_sdp_choice(leaves.q, leaves.k, leaves.v, **options))
     return Attend(call, detail=f"takes {chosen.name.lower()}", leaves=bias_leaves)
+
+
+def _lower_right(pinned: SDPBackend | None, point: Point, inputs: Inputs) -> Tensor:
+    """The causal mask of fewer queries than keys: torch's own type, for which it has kernels; for cuDNN, which has
+    none, a mask made ahead: torch would make it anew in every call."""
+    if pinned == SDPBackend.CUDNN_ATTENTION:
+        sizes = (point.seqlen_q, point.seqlen_k)
+        return torch.ones(sizes, dtype=torch.bool, device=inputs.q.device).tril(point.seqlen_k - point.seqlen_q)
+    from torch.nn.attention.bias import causal_lower_right  # imports Dynamo, which takes seconds
+
+    return causal_lower_right(point.seqlen_q, point.seqlen_k)
 
 
 def _step(inputs: Inputs, length: int) -> Call:
@@ -283,6 +313,8 @@ def _compiled(point: Point, inputs: Inputs) -> Attend:
 def _varlen(point: Point, inputs: Inputs) -> Attend:
     if not point.extra.is_packed:
         raise Unsupported("measured with packed sequences alone")
+    if point.extra.entry == "packed":
+        return Attend(serving.packed_torch(point, inputs.q.device))
     layout = serving.Layout(point, inputs.q.device)
     return Attend(serving.torch_varlen(layout), arrange=layout.arrange)
 
@@ -299,11 +331,11 @@ def _flex(point: Point, inputs: Inputs) -> Attend:
         raise Unsupported("left out: FlexAttention is measured where it has a mask or a score to change")
     options: dict[str, Any] = {"enable_gqa": point.heads != point.heads_kv}
     if point.is_causal or extra.mask:
-        batch = point.batch if extra.mask else None
+        batch, heads = point.batch if extra.mask else None, point.heads if extra.mask == "heads" else None
         is_seen = _window(extra.window) if extra.window is not None else _is_seen
         is_seen = _mask_of(inputs.extras.mask) if inputs.extras.mask is not None else is_seen
         options["block_mask"] = create_block_mask(
-            is_seen, batch, None, point.seqlen_q, point.seqlen_k, device=inputs.q.device.type
+            is_seen, batch, heads, point.seqlen_q, point.seqlen_k, device=inputs.q.device.type
         )
     if (change := _score_mod(extra.softcap, bias, inputs.extras.alibi_slopes)) is not None:
         options["score_mod"] = change
@@ -323,7 +355,9 @@ def _window(left: int) -> Callable[..., Tensor]:
 
 
 def _mask_of(mask: Tensor) -> Callable[..., Tensor]:
-    """FlexAttention's form of a mask (batch, 1, 1 or seqlen_q, seqlen_k)."""
+    """FlexAttention's form of a mask (batch, 1 or heads, 1 or seqlen_q, seqlen_k)."""
+    if mask.shape[1] != 1:
+        return lambda b, h, i, j: mask[b, h, i, j]
     if mask.shape[2] == 1:
         return lambda b, h, i, j: mask[b, 0, 0, j]
     return lambda b, h, i, j: mask[b, 0, i, j]
@@ -332,8 +366,10 @@ def _mask_of(mask: Tensor) -> Callable[..., Tensor]:
 def _score_mod(softcap: float, bias: Tensor | None, slopes: Tensor | None) -> Callable[..., Tensor] | None:
     if softcap:
         return lambda score, b, h, i, j: softcap * torch.tanh(score / softcap)
-    if bias is not None:
+    if bias is not None and bias.shape[0] == 1:
         return lambda score, b, h, i, j: score + bias[0, h, i, j]
+    if bias is not None:
+        return lambda score, b, h, i, j: score + bias[b, h, i, j]
     if slopes is not None:
         return lambda score, b, h, i, j: score - slopes[h] * (i - j).abs()
     return None
@@ -351,6 +387,35 @@ def _flash_attn(module: str, point: Point, inputs: Inputs) -> Attend:
         return out[0] if isinstance(out, tuple) else out
 
     return Attend(call)
+
+
+_VLLM_FA3 = "vllm.vllm_flash_attn._vllm_fa3_C"
+
+
+def _flash_attn_3(point: Point, inputs: Inputs) -> Attend:
+    """FlashAttention-3's own package; without it, for the forward pass, the library inside vLLM's wheel."""
+    try:
+        return replace(_flash_attn("flash_attn_interface", point, inputs), detail="flash_attn_interface")
+    except ImportError:
+        importlib.import_module(_VLLM_FA3)
+    if point.direction != "fwd":
+        raise Unsupported("vLLM's build of FlashAttention-3 has no backward pass")
+    operator = torch.ops._vllm_fa3_C.fwd.default
+    starts = torch.arange(point.batch + 1, dtype=torch.int32, device=inputs.q.device)
+    # In the order of the operator: what it writes beside q, k and v, which sequences, pages, positions, FP8 scales
+    packed: list[Any] = [None] * 4 + [starts * point.seqlen_q, starts * point.seqlen_k] + [None] * 3
+    packed += [point.seqlen_q, point.seqlen_k] + [None] * 9
+    # Window, softcap, interleaved rotation, schedule, splits, packed heads, spared multiprocessors
+    rest = (point.head_dim**-0.5, point.is_causal, -1, -1, 0.0, True, None, 0, None, 0)
+    # Newer versions add sinks and context parallelism
+    added = (None, 1, 0, None)[: len(operator._schema.arguments) - 3 - len(packed) - len(rest)]
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = (tensor.flatten(0, 1) for tensor in (q, k, v))
+        out: Tensor = operator(*rows, *packed, *rest, *added)[0]
+        return out.view(*q.shape[:-1], v.shape[-1])
+
+    return Attend(call, detail="vLLM's build")
 
 
 def _xformers(point: Point, inputs: Inputs) -> Attend:
@@ -401,14 +466,12 @@ BASELINES: list[Provider] = [
         True,
         partial(_flash_attn, "flash_attn.flash_attn_interface"),
         "bshd",
-        requires="flash_attn.flash_attn_interface",
+        requires=("flash_attn.flash_attn_interface",),
     ),
-    Provider(
-        "flash-attn-3", True, partial(_flash_attn, "flash_attn_interface"), "bshd", requires="flash_attn_interface"
-    ),
-    Provider("flash-attn-4", True, partial(_flash_attn, "flash_attn.cute"), "bshd", requires="flash_attn.cute"),
-    Provider("xformers", True, _xformers, "bshd", requires="xformers.ops"),
-    Provider("flashinfer", True, _flashinfer, "bshd", requires="flashinfer"),
+    Provider("flash-attn-3", True, _flash_attn_3, "bshd", requires=("flash_attn_interface", _VLLM_FA3)),
+    Provider("flash-attn-4", True, partial(_flash_attn, "flash_attn.cute"), "bshd", requires=("flash_attn.cute",)),
+    Provider("xformers", True, _xformers, "bshd", requires=("xformers.ops",)),
+    Provider("flashinfer", True, _flashinfer, "bshd", requires=("flashinfer",)),
 ]
 
 

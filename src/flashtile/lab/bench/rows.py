@@ -72,6 +72,17 @@ class Row:
     relative_error: float | None  # norm of the error over the norm of the float64 result, of the worst tensor
     is_accurate: bool | None
     checked: str  # what the accuracy was computed on
+    protocol: str  # of median_ms, p20_ms, p80_ms and what follows from them: sustained, short or rounds
+    seed: int | None  # of the order in which providers take turns
+    alone_ms: float | None  # median in short bursts without another provider between them
+    short_ms: float | None  # median in short bursts, providers in turn
+    short_clock_mhz: float | None  # of the multiprocessors, median
+    short_power_w: float | None  # of the board, mean
+    short_joules: float | None  # of a call: power times time
+    sustained_ms: float | None  # the same under sustained load
+    sustained_clock_mhz: float | None
+    sustained_power_w: float | None
+    sustained_joules: float | None
     env: Environment
 
     @property
@@ -80,7 +91,7 @@ class Row:
 
     @property
     def point(self) -> Point:
-        names = {field.name for field in dataclasses.fields(Point)} - {"has_growing_keys"}
+        names = {field.name for field in dataclasses.fields(Point)} - {"has_growing_keys", "lengths"}
         return Point(**{name: getattr(self, name) for name in names})
 
 
@@ -131,6 +142,10 @@ _LATER_COLUMNS: dict[str, Any] = {
     "option": "",
     "copy_gb_per_s": None,
     "relative_error": None,
+    "protocol": "",
+    "seed": None,
+    "alone_ms": None,
+    **{f"{name}_{what}": None for name in ("short", "sustained") for what in ("ms", "clock_mhz", "power_w", "joules")},
     "tensor_ceiling_tflops": 0.0,
     "tensor_percent": None,
 }

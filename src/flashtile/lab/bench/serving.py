@@ -25,6 +25,8 @@ _SEED = 7  # of the order of pages
 
 def lengths(point: Point) -> list[int]:
     """Keys of each sequence."""
+    if point.lengths:
+        return list(point.lengths)
     if point.extra.short_keys is None:
         return [point.seqlen_k] * point.batch
     return [point.seqlen_k] + [point.extra.short_keys] * (point.batch - 1)
@@ -126,19 +128,62 @@ def explained(layout: Layout, backend: str | None) -> Explanation:
     return api.explain(q, k, v, layout="bshd", **chosen)
 
 
-def torch_varlen(layout: Layout) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """torch's attention over packed sequences: flash's kernel. Its newer versions read pages."""
+def packed_arguments(point: Point, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+    """Returns the starts of queries and keys and the bounds of their lengths, of sequences with queries as keys."""
+    starts = torch.tensor([0, *point.lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+    return starts, starts, max(point.lengths), max(point.lengths)
+
+
+def packed_ours(point: Point, device: torch.device, backend: str | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Our call over packed sequences with queries as keys."""
+    arguments = packed_arguments(point, device)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = api.attention_varlen(q, k, v, *arguments, causal=point.is_causal, backend=backend)
+        assert isinstance(out, Tensor)
+        return out
+
+    return call
+
+
+def packed_explained(point: Point, inputs: Inputs, backend: str | None) -> Explanation:
+    """Explains what would run our packed call."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    options: dict[str, Any] = dict(zip(names, packed_arguments(point, inputs.q.device), strict=True))
+    return api.explain(inputs.q, inputs.k, inputs.v, **options, causal=point.is_causal, backend=backend)
+
+
+def _varlen_attn(point: Point) -> tuple[Callable[..., Any], Any, dict[str, Any]]:
+    """Returns torch's attention over packed sequences, the names of its parameters, and the options of the call."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError as error:
         raise Unsupported(f"this torch has no torch.nn.attention.varlen ({error})") from None
     known = inspect.signature(varlen_attn).parameters
-    point = layout.point
     options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
     if not point.is_causal:
         options = {}
     if "enable_gqa" in known:
         options["enable_gqa"] = point.heads != point.heads_kv
+    return varlen_attn, known, options
+
+
+def packed_torch(point: Point, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """torch's call over packed sequences with queries as keys."""
+    varlen_attn, _, options = _varlen_attn(point)
+    arguments = packed_arguments(point, device)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = varlen_attn(q, k, v, *arguments, **options)
+        return out[0] if isinstance(out, tuple) else out
+
+    return call
+
+
+def torch_varlen(layout: Layout) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """torch's attention over packed sequences: flash's kernel. Its newer versions read pages."""
+    point = layout.point
+    varlen_attn, known, options = _varlen_attn(point)
     if layout.table is not None:
         if "block_table" not in known:
             raise Unsupported("varlen_attn of this torch has no block table")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.lab.bench import memory, timing
+from flashtile.lab.bench import memory, nvml, protocol, timing
 from flashtile.lab.bench.accuracy import Check, Verdict
 from flashtile.lab.bench.device import free_bytes
 from flashtile.lab.bench.points import Inputs, Plan, Point
@@ -39,6 +40,9 @@ class Settings:
     compile_limit_s: float  # first calls of one provider, summed over the run
     use_graph: bool = False
     copy_gb_per_s: float | None = None  # measured where bandwidth is what counts
+    seed: int = 0  # of the order in which providers take turns
+    protocols: tuple[protocol.Protocol, ...] = ()  # none: plain rounds
+    probe: nvml.Probe = field(default_factory=nvml.Probe)
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,10 @@ class Sweep:
     env: Environment
     _seen: dict[tuple[Any, ...], _LastCall] = field(default_factory=dict)
     _compile_s: dict[str, float] = field(default_factory=dict)
+    _order: random.Random = field(default_factory=random.Random)
+
+    def __post_init__(self) -> None:
+        self._order.seed(self.settings.seed)
 
     def rows(self, on_step: Callable[[Point, str], None] = lambda point, name: None) -> Iterator[list[Row]]:
         """Yields the rows of each point. A package that is not installed gets one row, at the first point. After an
@@ -124,12 +132,21 @@ class Sweep:
                     if refusal.status == "oom":
                         self._release()
             on_step(point, "timing")
-            timing.interleave([one for one in _contenders(outcomes) if not one.seconds], device, self.settings.budget_s)
+            self._time([one for one in _contenders(outcomes) if not one.seconds])
         except KeyboardInterrupt:
             on_step(point, "the providers that are prepared")
             _finish(_contenders(outcomes), device)
             raise Interrupted(self._rows_of(outcomes, point, len(copies))) from None
         return self._rows_of(outcomes, point, len(copies))
+
+    def _time(self, contenders: Sequence[Contender]) -> None:
+        settings = self.settings
+        if settings.protocols:
+            protocol.measure(
+                contenders, settings.device, settings.protocols, self._order, settings.budget_s, settings.probe
+            )
+        else:
+            timing.interleave(contenders, settings.device, settings.budget_s, self._order)
 
     def _rows_of(self, outcomes: Mapping[str, Row | _Measured], point: Point, copies: int) -> list[Row]:
         return [
@@ -226,7 +243,8 @@ class Sweep:
 
     def _timed_row(self, one: _Measured, point: Point, copies: int) -> Row:
         contender, verdict, memory_bytes = one.contender, one.verdict, one.memory_bytes
-        median, p20, p80 = (timing.quantile(contender.seconds, fraction) for fraction in (0.5, 0.2, 0.8))
+        name, timed = protocol.leading(contender)
+        median, p20, p80 = (timing.quantile(timed.seconds, fraction) for fraction in (0.5, 0.2, 0.8))
         status = "inaccurate" if verdict.complaint else "ok"
         return replace(
             self._row(one.provider, point, status, verdict.complaint),
@@ -234,8 +252,8 @@ class Sweep:
             median_ms=median * 1e3,
             p20_ms=p20 * 1e3,
             p80_ms=p80 * 1e3,
-            num_rounds=len(contender.seconds),
-            num_calls=contender.num_calls * contender.calls_per_thunk,
+            num_rounds=len(timed.seconds),
+            num_calls=timed.num_calls,
             num_copies=min(copies, MAX_GRAPHS) if point.direction != "fwd" else copies,
             timer="graph"
             if self.settings.use_graph
@@ -250,6 +268,8 @@ class Sweep:
             relative_error=verdict.relative_error if verdict.is_checked else None,
             is_accurate=not verdict.complaint if verdict.is_checked else None,
             checked=verdict.checked,
+            protocol=name,
+            **_columns(contender),
         )
 
     def _row(self, provider: Provider, point: Point, status: str, reason: str) -> Row:
@@ -265,9 +285,25 @@ class Sweep:
             is_baseline=provider.is_baseline,
             status=status,
             reason=reason,
+            seed=self.settings.seed,
         )
         shape = {entry.name: getattr(point, entry.name) for entry in fields(Row) if hasattr(point, entry.name)}
         return Row(**empty, **shape, env=self.env)
+
+
+def _columns(contender: Contender) -> dict[str, Any]:
+    """Returns the columns of the protocols by which a contender was timed."""
+    alone = protocol.complete(contender, protocol.ALONE.name)
+    found: dict[str, Any] = {"alone_ms": None if alone is None else alone.median_s * 1e3}
+    for name in protocol.NAMES:
+        if (timed := protocol.complete(contender, name)) is not None:
+            found |= {
+                f"{name}_ms": timed.median_s * 1e3,
+                f"{name}_clock_mhz": nvml.clock_mhz(timed.samples),
+                f"{name}_power_w": nvml.power_w(timed.samples),
+                f"{name}_joules": timed.joules,
+            }
+    return found
 
 
 def _contenders(outcomes: Mapping[str, Row | _Measured]) -> list[Contender]:
@@ -277,7 +313,7 @@ def _contenders(outcomes: Mapping[str, Row | _Measured]) -> list[Contender]:
 def _finish(contenders: Sequence[Contender], device: str) -> None:
     """Gives those that an interrupt has left without enough rounds the least number of them, or, where that would take
     long, the time of their last call."""
-    left = [one for one in contenders if len(one.seconds) < timing.MIN_ROUNDS]
+    left = [one for one in contenders if len(protocol.leading(one)[1].seconds) < timing.MIN_ROUNDS]
     for one in left:
         if one.call_s * one.calls_per_thunk > _LONG_S and not one.seconds:
             one.seconds.append(one.call_s)

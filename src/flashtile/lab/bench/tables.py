@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from flashtile.backends import registry
 from flashtile.errors import value_error
-from flashtile.lab.bench import compare, join, overhead
+from flashtile.lab.bench import compare, join, overhead, standing
+from flashtile.lab.bench.protocol import NAMES as PROTOCOLS
+from flashtile.lab.bench.protocol import SUSTAINED
 from flashtile.lab.bench.providers import AUTOMATIC
 from flashtile.lab.bench.rows import ColdRow, OverheadRow, Row
 
@@ -60,7 +62,7 @@ _CELLS: dict[str, tuple[str, Callable[[Row], float | None]]] = {
     ),
     "accuracy": ("Largest error against float64", lambda row: row.max_error),
 }
-KINDS = (*_CELLS, "ratios", "options", "float32", "serving")
+KINDS = (*_CELLS, "ratios", "options", "float32", "serving", "standings", "places", "power")
 
 
 def of(rows: Sequence[Row], kind: str) -> Table:
@@ -69,6 +71,8 @@ def of(rows: Sequence[Row], kind: str) -> Table:
         return serving_table(rows)
     if rows and rows[0].sweep == "decode":
         rows = [row for row in rows if not row.option]  # the others have a table of their own
+    if kind in _BY_PROTOCOL:
+        return _BY_PROTOCOL[kind](rows)
     if kind == "ratios":
         return ratio_table(rows)
     if kind == "options":
@@ -222,17 +226,95 @@ def ratio_table(rows: Sequence[Row]) -> Table:
     return Table("Speed against each peer: peer's time over ours, accurate rows only", header, lines)
 
 
-def closing_line(rows: Sequence[Row]) -> str:
-    """Returns the one number of a run: our default against the best of torch's kernels. Empty if nothing compares."""
+def standing_table(rows: Sequence[Row]) -> Table:
+    """Our speed over the best of all peers by each protocol, with the worst point and the peer that is best there."""
+    names, points = measured_labels(rows), point_labels(rows)
+    lines = tuple(
+        (
+            names[one.provider],
+            one.direction,
+            one.protocol,
+            str(one.num_points),
+            f"{one.geometric_mean:.3f}",
+            str(one.num_behind),
+            f"{one.worst.ratio:.3f}",
+            f"{points[id(one.worst.ours)]}, {names[one.worst.peer.provider]}",
+        )
+        for one in standing.standings(rows)
+    )
+    header = (
+        "speed",
+        "pass",
+        "protocol",
+        "points",
+        "geometric mean",
+        f"behind (< {standing.BEHIND})",
+        "worst",
+        "worst point, best peer there",
+    )
+    return Table("Speed over the best of all peers: the best peer's time over ours", header, lines)
+
+
+def places_table(rows: Sequence[Row]) -> Table:
+    """Our default's speed over the best of all peers, point by point, by each protocol that was measured."""
+    ours, points = our_default(rows), point_labels(rows)
+    found = {name: [] if ours is None else standing.places(rows, ours, name) for name in PROTOCOLS}
+    lines: dict[str, list[str]] = {}
+    measured = [name for name in PROTOCOLS if found[name]]
+    for index, name in enumerate(measured):
+        for place in found[name]:
+            cells = lines.setdefault(points[id(place.ours)], [""] * 2 * len(measured))
+            cells[2 * index : 2 * index + 2] = f"{place.ratio:.3f}", place.peer.provider
+    header = ("", *(text for name in measured for text in (name, "best peer")))
+    return Table("The best peer's time over ours", header, tuple((label, *cells) for label, cells in lines.items()))
+
+
+def power_table(rows: Sequence[Row]) -> Table:
+    """Clock, power and energy of a call under sustained load; where that was not measured, in short bursts."""
+    name = next((name for name in reversed(PROTOCOLS) if any(getattr(row, f"{name}_power_w") for row in rows)), "")
+    if not name:
+        return Table("Clock and power", ("",), ())
+
+    def cell(row: Row) -> str:
+        clock, power, joules = (getattr(row, f"{name}_{what}") for what in ("clock_mhz", "power_w", "joules"))
+        return "" if power is None else f"{clock:.0f} MHz {power:.0f} W {number(joules)} J"
+
+    names, points, lines = measured_labels(rows), point_labels(rows), []
+    for label, here in join.groups(rows, lambda row: points[id(row)]).items():
+        found = join.unique(here, lambda row: row.provider)
+        lines.append((label, *(cell(found[one]) if one in found else "" for one in names)))
+    return Table(f"Clock, power, energy of a call ({name})", ("", *names.values()), tuple(lines))
+
+
+_BY_PROTOCOL = {"standings": standing_table, "places": places_table, "power": power_table}
+
+
+def our_default(rows: Sequence[Row]) -> str | None:
+    """Returns the provider of ours that a run is summed up by; None where none was timed."""
     timed = [row.provider for row in rows if not row.is_baseline and row.median_ms is not None]
-    ours = next((name for name in (AUTOMATIC.name, *DEFAULT_BACKENDS, *timed) if name in timed), None)
+    return next((name for name in (AUTOMATIC.name, *DEFAULT_BACKENDS, *timed) if name in timed), None)
+
+
+def closing_line(rows: Sequence[Row]) -> str:
+    """Returns the sum of a run in a line. Under sustained load: our default against the best of all peers, with the
+    worst point. Else against the best of torch's kernels. Empty if nothing compares."""
+    timed = [row.provider for row in rows if not row.is_baseline and row.median_ms is not None]
+    ours, points = our_default(rows), point_labels(rows)
+    loaded = [one for one in standing.standings(rows) if (one.provider, one.protocol) == (ours, SUSTAINED.name)]
+    if ours is not None and loaded:
+        said = "; ".join(
+            f"{one.direction} {number(one.geometric_mean)} ({one.num_points} point{'s' * (one.num_points > 1)}, "
+            f"worst {number(one.worst.ratio)}: {points[id(one.worst.ours)]}, {one.worst.peer.provider})"
+            for one in loaded
+        )
+        return f"{labels(timed)[ours]}, speed over the best of all peers under sustained load: {said}"
     found = None if ours is None else compare.against_torch(rows, ours)
     if found is None:
         return ""
-    points = "1 point" if found.num_points == 1 else f"{found.num_points} points"
+    count = "1 point" if found.num_points == 1 else f"{found.num_points} points"
     span = "" if found.num_points == 1 else f" ({number(found.lowest)} to {number(found.highest)})"
     mean = number(found.geometric_mean)
-    return f"{labels(timed)[found.provider]}: {mean} times the speed of the best torch backend{span}, {points}"
+    return f"{labels(timed)[found.provider]}: {mean} times the speed of the best torch backend{span}, {count}"
 
 
 def refusals(rows: Sequence[Row]) -> Table:

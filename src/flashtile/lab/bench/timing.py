@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,6 +42,7 @@ class Contender:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     calls_per_thunk: int = 1  # a captured graph holds several calls
     seconds: list[float] = field(default_factory=list)  # per call, one entry per round
+    timed: dict[str, Any] = field(default_factory=dict)  # by the protocols of bench/protocol.py: their Timed
     num_calls: int = 1
     _next: int = 0
 
@@ -49,25 +51,38 @@ class Contender:
         self._next += 1
 
 
-def interleave(contenders: Sequence[Contender], device: str, budget_s: float) -> None:
-    """Fills `seconds` of each contender. Every round runs all contenders, so that clock drift affects all alike.
+def interleave(
+    contenders: Sequence[Contender], device: str, budget_s: float, order: random.Random | None = None
+) -> None:
+    """Fills `seconds` of each contender. Every round runs all contenders, so that clock drift affects all alike: in
+    their order, or with `order` in a new random one.
 
     A slow contender takes part in fewer, evenly spread rounds, so that its total time stays near the budget.
     """
-    wanted = {}
+    named, wanted = {contender.name: contender for contender in contenders}, dict[str, int]()
     for contender in contenders:
         thunk_s = max(contender.call_s * contender.calls_per_thunk, 1e-7)
         contender.num_calls = max(1, min(MAX_CALLS, round(_SECONDS_PER_ROUND / thunk_s)))
         wanted[contender.name] = max(MIN_ROUNDS, min(MAX_ROUNDS, round(budget_s / (thunk_s * contender.num_calls))))
+    for name in turns(wanted, order):
+        named[name].seconds.append(batch(named[name], device) / named[name].calls_per_thunk)
+
+
+def turns(wanted: Mapping[Key, int], order: random.Random | None = None) -> Iterator[Key]:
+    """Yields each key as often as it is wanted, evenly spread over the rounds; with `order` each round has a random
+    order of its own."""
     num_rounds = max(wanted.values(), default=0)
     for index in range(num_rounds):
-        for contender in contenders:
-            share = wanted[contender.name] / num_rounds
+        keys = list(wanted)
+        if order is not None:
+            order.shuffle(keys)
+        for key in keys:
+            share = wanted[key] / num_rounds
             if math.floor((index + 1) * share + 1e-9) > math.floor(index * share + 1e-9):
-                contender.seconds.append(_round(contender, device) / contender.calls_per_thunk)
+                yield key
 
 
-def _round(contender: Contender, device: str) -> float:
+def batch(contender: Contender, device: str) -> float:
     """Average seconds per thunk over one batch of calls."""
     with contender.context():
         if contender.call_s < _SHORT_SECONDS:
@@ -109,6 +124,11 @@ def once(thunk: Thunk, device: str) -> tuple[Any, float]:
     result = thunk()
     synchronize(device)
     return result, (time.perf_counter_ns() - begin) / 1e9
+
+
+def rest(seconds: float) -> None:
+    """Leaves the device idle."""
+    time.sleep(seconds)
 
 
 def synchronize(device: str) -> None:
