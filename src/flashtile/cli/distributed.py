@@ -227,44 +227,40 @@ def redraw(path: Path) -> Path:
     return _draw(path, [Point(**{f.name: kinds[str(f.type)](row[f.name]) for f in fields(Point)}) for row in rows])
 
 
+@plots.drawing()
 def _draw(path: Path, points: Sequence[Point]) -> Path:
     """Overlap and time for each number of GPUs and tokens, a column of panels for each link."""
-    plots.require_matplotlib()
-    import matplotlib
-    from matplotlib.figure import Figure
-
     links = list(dict.fromkeys(point.link for point in points))
     sizes = sorted({(point.seqlen, point.num_ranks) for point in points})
     strategies = {name: _STYLES[name] for name in _STYLES if any(point.strategy == name for point in points)}
-    with matplotlib.rc_context(plots.look()):
-        figure = Figure(figsize=(4.2 * len(links), 6.8), layout="constrained")
-        panels = figure.subplots(2, len(links), squeeze=False, sharex=True, sharey="row")
-        for column, link in enumerate(links):
-            for index, (strategy, (colour, marker)) in enumerate(strategies.items()):
-                here = [point for point in points if point.link == link and point.strategy == strategy]
-                places = [sizes.index((point.seqlen, point.num_ranks)) + 0.36 * (index - 0.5) for point in here]
-                hidden, times = [100 * point.overlap for point in here], [1e3 * point.total_s for point in here]
-                bars = panels[0][column].bar(places, hidden, 0.34, color=colour, label=strategy)
-                panels[0][column].bar_label(bars, [f"{value:.0f}" for value in hidden], fontsize=8.5)
-                panels[1][column].plot(places, times, marker, color=colour, markersize=8)
-                for place, time in zip(places, times, strict=True):
-                    at = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center", "fontsize": 8.5}
-                    panels[1][column].annotate(number(time), (place, time), **at)
-            panels[0][column].set_title(link)
-            panels[1][column].set_yscale("log")
-            panels[1][column].margins(y=0.12)
-            panels[1][column].set_xticks(
-                range(len(sizes)), [f"{ranks:,} x\n{length // ranks:,}" for length, ranks in sizes], fontsize=9.5
-            )
-            panels[1][column].set_xlabel("GPUs x tokens of each")
-            for axes in panels[:, column]:
-                axes.grid(False, axis="x")
-        panels[0][0].set_ylabel("communication hidden (%)")
-        panels[0][0].set_ylim(0, 110)
-        panels[1][0].set_ylabel("forward + backward (ms)")
-        words = " and ".join(strategies)
-        title = f"Attention over GPUs by {words}, simulated from the measured speed of one NVIDIA H200"
-        figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
-        bars_, names = panels[0][0].get_legend_handles_labels()
-        figure.legend(bars_, names, loc="outside lower center", ncols=len(names))
-        return plots.save(figure, path, f"{_NAME}.png")
+    figure = plots.new_figure(4.2 * len(links), 6.8)
+    panels = figure.subplots(2, len(links), squeeze=False, sharex=True, sharey="row")
+    for column, link in enumerate(links):
+        for index, (strategy, (colour, marker)) in enumerate(strategies.items()):
+            here = [point for point in points if point.link == link and point.strategy == strategy]
+            places = [sizes.index((point.seqlen, point.num_ranks)) + 0.36 * (index - 0.5) for point in here]
+            hidden, times = [100 * point.overlap for point in here], [1e3 * point.total_s for point in here]
+            bars = panels[0][column].bar(places, hidden, 0.34, color=colour, label=strategy)
+            panels[0][column].bar_label(bars, [f"{value:.0f}" for value in hidden], fontsize=8.5)
+            panels[1][column].plot(places, times, marker, color=colour, markersize=8)
+            for place, time in zip(places, times, strict=True):
+                at = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center", "fontsize": 8.5}
+                panels[1][column].annotate(number(time), (place, time), **at)
+        panels[0][column].set_title(link)
+        panels[1][column].set_yscale("log")
+        panels[1][column].margins(y=0.12)
+        panels[1][column].set_xticks(
+            range(len(sizes)), [f"{ranks:,} x\n{length // ranks:,}" for length, ranks in sizes], fontsize=9.5
+        )
+        panels[1][column].set_xlabel("GPUs x tokens of each")
+        for axes in panels[:, column]:
+            axes.grid(False, axis="x")
+    panels[0][0].set_ylabel("communication hidden (%)")
+    panels[0][0].set_ylim(0, 110)
+    panels[1][0].set_ylabel("forward + backward (ms)")
+    words = " and ".join(strategies)
+    title = f"Attention over GPUs by {words}, simulated from the measured speed of one NVIDIA H200"
+    plots.add_title(figure, title)
+    bars_, names = panels[0][0].get_legend_handles_labels()
+    figure.legend(bars_, names, loc="outside lower center", ncols=len(names))
+    return plots.save(figure, path, f"{_NAME}.png")
