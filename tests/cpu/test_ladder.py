@@ -628,8 +628,7 @@ def run(tmp_path, monkeypatch):
                 raise profiled
             return [Counters(**COUNTED) for _ in calls]
 
-        monkeypatch.setattr(command, "Settings", lambda *_: SETTINGS)
-        monkeypatch.setattr(command.device, "cache_bytes", lambda where: 0)
+        monkeypatch.setattr(command, "gpu_settings", lambda *_: SETTINGS)
         plan = Plan(
             "ladder",
             "ladder_fp32",

@@ -369,8 +369,7 @@ def run(tmp_path, monkeypatch):
             return known(name, small, "sm_80")
 
         monkeypatch.setattr(measure, "compiled_kernels", compiled)
-        monkeypatch.setattr(command, "Settings", lambda *_: SETTINGS)
-        monkeypatch.setattr(command.device, "cache_bytes", lambda where: 0)
+        monkeypatch.setattr(command, "gpu_settings", lambda *_: SETTINGS)
         events: list[str] = []
         monkeypatch.setattr(command, "Load", lambda where: events.append("load") or Load("cpu"))
         monkeypatch.setattr(ceilings, "measure", lambda: events.append("ceilings") or ROOFS)

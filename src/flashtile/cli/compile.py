@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from flashtile.backends.base import device_arch
@@ -29,7 +28,7 @@ from flashtile.errors import dtype_name, value_error
 from flashtile.kernels.arch import ARCHS, Arch, arch_named, known_names
 from flashtile.kernels.spec import DTYPES
 from flashtile.lab.bench.files import writable_folder
-from flashtile.lab.bench.terminal import INTERRUPTED, make_console
+from flashtile.lab.bench.terminal import INTERRUPTED, make_console, progress_bar, say
 from flashtile.lab.dtypes import DTYPES as SPELLED
 from flashtile.lab.dtypes import dtype_key
 from flashtile.runtime import cache, toolchain
@@ -131,7 +130,7 @@ def compile_job(job: Job) -> Result:
         return Result(job, 0, 0, 0, step.shared_bytes, 0, time.perf_counter() - start, (str(error),))
     used = compiled.resources(step.entry)
     spill_bytes, shared_bytes = (
-        used.spill_store_bytes + used.spill_load_bytes,
+        used.spill_bytes,
         step.shared_bytes + used.static_shared_bytes,
     )
     problems = list(compiled.warnings)
@@ -217,9 +216,8 @@ def _run(jobs: Sequence[Job], skipped: Sequence[str], options: Options) -> int:
     for reason in skipped:
         console.print(f"skipped: {escape(reason)}", highlight=False)
     num_threads = options.num_threads or os.cpu_count() or 1
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     results, start, is_interrupted = dict[Job, Result](), time.perf_counter(), False
-    with warnings.catch_warnings(), Progress(*columns, console=console, transient=True) as progress:
+    with warnings.catch_warnings(), progress_bar(console) as progress:
         warnings.showwarning = lambda text, *_: progress.console.print(f"[yellow]warning: {escape(str(text))}")
         task = progress.add_task("", total=len(jobs))
         try:
@@ -245,7 +243,7 @@ def _run(jobs: Sequence[Job], skipped: Sequence[str], options: Options) -> int:
     )
     for result in failed:
         for problem in result.problems:
-            console.print(f"[red]{escape(f'{result.job}: {problem}')}", highlight=False, soft_wrap=True)
+            say(console, f"{result.job}: {problem}", "red")
     if is_interrupted:
         console.print(f"Interrupted: {len(ordered)} of {len(jobs)} kernels are done.", highlight=False)
         return INTERRUPTED

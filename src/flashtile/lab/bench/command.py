@@ -41,7 +41,7 @@ from flashtile.lab.bench.providers import (
 )
 from flashtile.lab.bench.rows import ColdRow, OverheadRow, Row, Writer, as_dict, read
 from flashtile.lab.bench.sweep import Settings, Sweep
-from flashtile.lab.bench.terminal import INTERRUPTED, make_console, progress_bar, say_files, say_remark, show
+from flashtile.lab.bench.terminal import INTERRUPTED, collect, make_console, say, say_files, say_remark, show
 from flashtile.lab.dtypes import dtype_key
 
 _DEFAULT_BUDGET_S = {"cpu": 0.4, "cuda": 0.08}
@@ -114,7 +114,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         raise value_error("--graph", f"it on {where}", "a GPU: it replays CUDA graphs", "Drop --graph")
     folder = writable_folder(options.out or device.own_results(where))
     env = device.environment(where, arguments)
-    console.print(line, highlight=False, soft_wrap=True)
+    say(console, line)
     if options.has_overhead or options.has_cold:
         return partial(_host_runs, options, plan.points[0], providers, where, env, folder, console)
     settings = Settings(
@@ -135,18 +135,18 @@ def _compile_limit(options: Options, where: str) -> float:
 
 def run_sweep(sweep: Sweep, folder: Path, console: Console, as_json: bool = False) -> int:
     """Writes rows as they are measured. After an interrupt the results so far are drawn and shown."""
-    rows, is_interrupted = list[Row](), False
-    writer, load = Writer(folder / f"{sweep.plan.stem}.csv", Row), Load(sweep.settings.device)
+    is_interrupted, load = False, Load(sweep.settings.device)
+    writer = Writer(folder / f"{sweep.plan.stem}.csv", Row)
+
+    def measured(say: Callable[[str], None]) -> Iterator[list[Row]]:
+        return sweep.rows(lambda point, name: say(_describe(point, name)))
+
     try:
-        with writer, progress_bar(console) as progress:
-            task = progress.add_task("", total=len(sweep.plan.points))
-            for found in sweep.rows(lambda point, name: progress.update(task, description=_describe(point, name))):
-                writer.add(found)
-                rows += found
-                progress.advance(task)
+        with writer:
+            collect(console, len(sweep.plan.points), measured, writer.add)
     except KeyboardInterrupt:
         is_interrupted = True
-    remark = load.remark()
+    rows, remark = writer.rows, load.remark()
     for table in _summary(rows):
         show(console, table)
     if rows:
@@ -160,8 +160,7 @@ def run_sweep(sweep: Sweep, folder: Path, console: Console, as_json: bool = Fals
     if is_interrupted:
         console.print(f"Interrupted: {len(rows)} rows were kept.", highlight=False)
     closing = "" if is_interrupted else tables.closing_line(rows)
-    if closing:
-        console.print(closing, style="bold", highlight=False, markup=False, soft_wrap=True)
+    say(console, closing, "bold")
     if as_json:
         ratios = [vars(one) for one in compare.ratios(rows)]
         payload = {"rows": [as_dict(row) for row in rows], "ratios": ratios, "remark": remark, "closing": closing}
@@ -199,39 +198,19 @@ def _host_runs(
     written, payload, load = list[Path](), dict[str, Any](), Load(where)
     try:
         if options.has_overhead:
-            found = list[OverheadRow]()
             limits = overhead.Limits(options.seconds, _compile_limit(options, where))
-            writer = Writer(folder / f"overhead_{point.dtype}.csv", OverheadRow)
-            with writer, progress_bar(console) as progress:
-                task = progress.add_task("", total=len(overhead.COLUMNS))
-                for some in overhead.rows(
-                    providers,
-                    point,
-                    where,
-                    env,
-                    lambda name: progress.update(task, description=name),
-                    limits,
-                ):
-                    writer.add(some)
-                    found += some
-                    progress.advance(task)
+            with Writer(folder / f"overhead_{point.dtype}.csv", OverheadRow) as writer:
+                measured = partial(overhead.rows, providers, point, where, env, limits=limits)
+                collect(console, len(overhead.COLUMNS), measured, writer.add)
             written.append(writer.written)
-            show(console, tables.overhead_table(found))
-            payload["overhead"] = [as_dict(row) for row in found]
+            show(console, tables.overhead_table(writer.rows))
+            payload["overhead"] = [as_dict(row) for row in writer.rows]
         if options.has_cold:
-            cold_rows = list[ColdRow]()
-            cold_writer = Writer(folder / f"cold_{point.dtype}.csv", ColdRow)
-            with cold_writer, progress_bar(console) as progress:
-                task = progress.add_task("", total=len(providers))
-                for some_cold in cold.rows(
-                    providers, point, where, env, lambda name: progress.update(task, description=name)
-                ):
-                    cold_writer.add(some_cold)
-                    cold_rows += some_cold
-                    progress.advance(task)
+            with Writer(folder / f"cold_{point.dtype}.csv", ColdRow) as cold_writer:
+                collect(console, len(providers), partial(cold.rows, providers, point, where, env), cold_writer.add)
             written.append(cold_writer.written)
-            show(console, tables.cold_table(cold_rows))
-            payload["cold"] = [as_dict(row) for row in cold_rows]
+            show(console, tables.cold_table(cold_writer.rows))
+            payload["cold"] = [as_dict(row) for row in cold_writer.rows]
     except KeyboardInterrupt:
         console.print("Interrupted: the rows measured so far were kept in a file named _unfinished.", highlight=False)
         return INTERRUPTED

@@ -16,7 +16,7 @@ from flashtile.kernels import assemble
 from flashtile.kernels.arch import Arch
 from flashtile.kernels.plan import Step
 from flashtile.lab.bench.points import Point
-from flashtile.lab.bench.rows import Environment, Row
+from flashtile.lab.bench.rows import Environment, Row, shared_fields
 from flashtile.lab.dtypes import DTYPES
 from flashtile.lab.profile import ncu
 from flashtile.lab.profile.ceilings import Ceilings
@@ -69,7 +69,7 @@ def rows_of(
     if kernels is None:
         parts = _compiled_parts(known, arch)
     else:
-        spills = {step.name: _spills(resources) for step, resources in known}
+        spills = {step.name: resources.spill_bytes for step, resources in known}
         parts = [_counted_fields(kernel) for kernel in kernels]
         parts = [part | {"spill_bytes": spills.get(part["kernel"])} for part in parts]
     return _rows(_call_fields(timed, roofs) | {"no_counters": no_counters}, parts)
@@ -78,8 +78,13 @@ def rows_of(
 def compiled_rows(point: Point, arch: Arch, no_counters: str, env: Environment) -> list[KernelRow]:
     """Returns what the compiler knows about our kernels for a GPU that need not be here."""
     known = compiled_kernels("cuda", point, f"sm_{arch.number}")
-    shape = {field.name: getattr(point, field.name) for field in dataclasses.fields(point) if field.name in _FIELDS}
-    call = shape | {"provider": "cuda", "is_baseline": False, "status": "ok", "reason": "", "no_counters": no_counters}
+    call = shared_fields(KernelRow, point) | {
+        "provider": "cuda",
+        "is_baseline": False,
+        "status": "ok",
+        "reason": "",
+        "no_counters": no_counters,
+    }
     call |= {"flops": point.flops(), "least_bytes": point.least_bytes(), "env": env}
     return _rows(call, _compiled_parts(known, arch))
 
@@ -128,8 +133,7 @@ def _meta(point: Point) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def _call_fields(timed: Row, roofs: Ceilings | None) -> dict[str, Any]:
-    found = {field.name: getattr(timed, field.name) for field in dataclasses.fields(Row) if field.name in _FIELDS}
-    point = timed.point
+    found, point = shared_fields(KernelRow, timed), timed.point
     found |= {
         "call_ms": timed.median_ms,
         "call_tflops": timed.tflops,
@@ -161,14 +165,10 @@ def _compiled_fields(step: Step, resources: Resources, arch: Arch) -> dict[str, 
         "full_name": step.entry,
         "block_threads": step.num_threads,
         "registers": resources.registers,
-        "spill_bytes": _spills(resources),
+        "spill_bytes": resources.spill_bytes,
         "shared_bytes": shared,
         "occupancy": blocks * -(-step.num_threads // 32) / arch.max_warps,
     }
-
-
-def _spills(resources: Resources) -> int:
-    return resources.spill_store_bytes + resources.spill_load_bytes
 
 
 def _counted_fields(kernel: Kernel) -> dict[str, Any]:
