@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashtile.distributed.sharding import Ranges, Shards, local_rows, num_rows, take
-from flashtile.distributed.transport import Channel, group_size_and_rank, untraced
+from flashtile.distributed.transport import Channel, define_operator, group_size_and_rank, library, schema
 from flashtile.errors import value_error
 from flashtile.problem import head_axis, is_checking, row_axis
 
@@ -58,14 +58,6 @@ class Exchange(NamedTuple):
     deterministic: bool | None
     backend: str | None
     function: str
-
-
-_SCHEMA = (
-    "SymInt heads, SymInt group_heads, str layout, str group, str sharding, SymInt seqlen, SymInt first, "
-    "SymInt num_shards, float timeout, Tensor? cu_seqlens, float? scale, str causal, SymInt window_left, "
-    "SymInt window_right, float softcap, float dropout_p, SymInt first_head, SymInt total_heads, bool? deterministic, "
-    "str? backend, str function"
-)
 
 
 def _check_same(channel: Channel, args: Exchange | _Gathering, x: Tensor, row: int) -> None:
@@ -201,9 +193,6 @@ class _Gathering(NamedTuple):
         return [local_rows(all_rows, ranges) for ranges in held]
 
 
-_GATHERING = "str group, str sharding, SymInt seqlen, SymInt first, SymInt num_shards, SymInt merged, float timeout"
-
-
 def _gather_rows(rows: Tensor, *values: Any) -> Tensor:
     """(rows, ...) of all ranks in the order of the sequence."""
     args = _Gathering(*values)
@@ -262,21 +251,15 @@ def _check_own(rows: Tensor, places: list[range], rank: int) -> None:
 
 # The operators: two pairs, each the gradient of the other
 
-_library = torch.library.Library("flashtile", "FRAGMENT")
+
+def _define(name: str, arguments: type, kernel: Any, fake: Any) -> Any:
+    return define_operator(name, f"(Tensor x, {schema(arguments)}) -> Tensor", kernel, fake)
 
 
-def _define(name: str, kernel: Any, schema: str, fake: Any) -> Any:
-    _library.define(f"{name}(Tensor x, {schema}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-    for device in ("CPU", "CUDA"):
-        _library.impl(name, untraced(kernel), device)
-    torch.library.register_fake(f"flashtile::{name}", fake, lib=_library)
-    return getattr(torch.ops.flashtile, name).default
-
-
-rows_to_heads = _define("rows_to_heads", _to_heads, _SCHEMA, _fake(True))
-heads_to_rows = _define("heads_to_rows", _to_rows, _SCHEMA, _fake(False))
-gather_rows = _define("gather_rows", _gather_rows, _GATHERING, _gathering_fake(True))
-scatter_rows = _define("scatter_rows", _scatter_rows, _GATHERING, _gathering_fake(False))
+rows_to_heads = _define("rows_to_heads", Exchange, _to_heads, _fake(True))
+heads_to_rows = _define("heads_to_rows", Exchange, _to_rows, _fake(False))
+gather_rows = _define("gather_rows", _Gathering, _gather_rows, _gathering_fake(True))
+scatter_rows = _define("scatter_rows", _Gathering, _scatter_rows, _gathering_fake(False))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -293,7 +276,7 @@ def _register(op: Any, reverse: Any, setup: Any) -> None:
     def gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return reverse(grad.contiguous(), *ctx.options), *([None] * len(ctx.options))
 
-    torch.library.register_autograd(op, gradient, setup_context=setup, lib=_library)
+    torch.library.register_autograd(op, gradient, setup_context=setup, lib=library)
 
 
 for _one, _other, _saves in ((rows_to_heads, heads_to_rows, _setup_exchange), (gather_rows, scatter_rows, _setup)):
