@@ -22,6 +22,7 @@ from rich.table import Table
 from flashtile.backends import registry
 from flashtile.backends.base import Backend, device_arch
 from flashtile.cli.limits import check_count, check_jobs
+from flashtile.cli.options import CheckOptions as Options
 from flashtile.errors import value_error
 from flashtile.kernels import families
 from flashtile.kernels.arch import Arch
@@ -48,27 +49,9 @@ _NUM_SETS, _MIN_REUSE, _REUSE = 40, 10, 25
 _NUM_DECODE_SETS = 40  # each needs 4 to 5 kernels: more would take longer to compile than 10,000 problems to judge
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of the command line."""
-
-    problems: int | None = None
-    seconds: float | None = None
-    seed: int | None = None
-    backends: str | None = None
-    direction: str = "both"
-    kind: str = ""  # of problems: decode, float32 or packed alone; "" = any
-    device: str | None = None
-    jobs: int | None = None
-    case: str | None = None
-    mutate: str | None = None
-    out: Path | None = None
-    as_json: bool = False
-
-
-def only_kind(**are_asked: bool) -> str:
-    """Returns the one kind of problems that is asked for; "" = none."""
-    asked = [name for name, is_asked in are_asked.items() if is_asked]
+def _only_kind(options: Options) -> str:
+    """Returns the one kind of problems that is asked for: decode, float32 or packed; "" = any."""
+    asked = [name for name in ("decode", "float32", "packed") if getattr(options, f"is_{name}")]
     if len(asked) > 1:
         words = " and ".join(f"--{name}" for name in asked[1:])
         raise value_error(f"--{asked[0]}", f"it with {words}", "problems of one kind", "Drop one of them")
@@ -77,14 +60,15 @@ def only_kind(**are_asked: bool) -> str:
 
 def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     """Checks the options and returns the job, which returns the exit status."""
+    kind = _only_kind(options)
     if options.direction not in PASSES:
         raise value_error("--pass", repr(options.direction), ", ".join(PASSES))
     if options.case is not None:
-        _check_alone(options)
-    if options.kind == "decode" and options.direction == "backward":
+        _check_alone(options, kind)
+    if kind == "decode" and options.direction == "backward":
         raise value_error("--decode", "it with --pass backward", "forward passes", "Drop one of them")
-    if options.kind and options.mutate is not None:
-        raise value_error(f"--{options.kind}", "it with --mutate", "problems of one kind", "Drop one of them")
+    if kind and options.mutate is not None:
+        raise value_error(f"--{kind}", "it with --mutate", "problems of one kind", "Drop one of them")
     check_seconds("--seconds", options.seconds)
     check_count("--problems", options.problems, sys.maxsize)
     check_jobs(options.jobs)
@@ -99,8 +83,8 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         problems=options.problems if has_limit else _DEFAULT_PROBLEMS if options.mutate is None else _MUTANT_PROBLEMS,
         seconds=options.seconds,
         direction=options.direction,
-        kind=options.kind,
-        reuse=_reuse(options.problems if has_limit else _DEFAULT_PROBLEMS, options.kind)
+        kind=kind,
+        reuse=_reuse(options.problems if has_limit else _DEFAULT_PROBLEMS, kind)
         if any(backend.is_compiled for backend in backends)
         else 1,
         jobs=_num_workers(options, where),
@@ -251,13 +235,13 @@ def _backends(names: str | None, device: str, has_fault: bool) -> list[Backend]:
     return [known[name] for name in chosen]
 
 
-def _check_alone(options: Options) -> None:
+def _check_alone(options: Options, kind: str) -> None:
     """A problem says its own seed and pass. What draws problems or plants faults would be ignored."""
     others = {
         "--problems": options.problems is not None,
         "--seed": options.seed is not None,
         "--pass": options.direction != "both",
-        f"--{options.kind}": bool(options.kind),
+        f"--{kind}": bool(kind),
         "--mutate": options.mutate is not None,
     }
     given = ", ".join(name for name, is_given in others.items() if is_given)

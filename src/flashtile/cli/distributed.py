@@ -6,11 +6,12 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
 
+from flashtile.cli.options import RanksOptions, SimulateOptions
 from flashtile.distributed import exactness, simulate
 from flashtile.distributed.cost import LINKS, measured_device
 from flashtile.distributed.exactness import Exactness
@@ -26,32 +27,7 @@ _NAME = "distributed_simulation"
 _STYLES = {"ring": ("#D55E00", "o"), "ulysses": ("#0072B2", "D")}  # strategy -> colour, marker
 
 
-@dataclass(frozen=True)
-class Options:
-    ranks: str
-    rows: str
-    links: str
-    heads: int
-    heads_kv: int
-    head_dim: int
-    is_causal: bool
-    is_measured: bool
-    out: Path | None
-    as_json: bool
-
-
-@dataclass(frozen=True)
-class CheckOptions:
-    ranks: str
-    device: str
-    backend: str
-    seed: int
-    seconds: float | None
-    out: Path | None
-    as_json: bool
-
-
-def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
+def prepare(options: SimulateOptions, arguments: Sequence[str]) -> Callable[[], int]:
     ranks, rows = _numbers("--ranks", options.ranks), _numbers("--rows", options.rows)
     links = [name.strip() for name in options.links.split(",")]
     for name in links:
@@ -76,7 +52,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
             return 0
         device = measured_device("cuda", torch.bfloat16, options.head_dim, options.head_dim)
         sizes = (options.heads, options.heads_kv, options.head_dim)
-        points = simulate.sweep(ranks, rows, links, device, *sizes, options.is_causal)
+        points = simulate.sweep(ranks, rows, links, device, *sizes, not options.is_full)
         console.print(
             f"{device.name}: {device.forward_flops / 1e12:.0f} TFLOP/s forward, "
             f"{device.backward_flops / 1e12:.0f} backward; bfloat16, {options.heads} query heads, "
@@ -94,7 +70,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     return run
 
 
-def prepare_check(options: CheckOptions, arguments: Sequence[str]) -> Callable[[], int]:
+def prepare_check(options: RanksOptions, arguments: Sequence[str]) -> Callable[[], int]:
     """Exit status 1 if a result breaks the error rule."""
     ranks = _numbers("--ranks", options.ranks)
     for name, value, accepted in (
@@ -136,7 +112,7 @@ def prepare_check(options: CheckOptions, arguments: Sequence[str]) -> Callable[[
     return run
 
 
-def _exactness_table(found: Sequence[Exactness], options: CheckOptions) -> Table:
+def _exactness_table(found: Sequence[Exactness], options: RanksOptions) -> Table:
     """The largest error of all ways, by case and number of ranks."""
     sizes = list(dict.fromkeys(one.num_ranks for one in found))
     columns = ("yardstick", *(str(size) for size in sizes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from flashtile.lab.bench.rows import ColdRow, OverheadRow, Row, Writer, as_dict,
 from flashtile.lab.bench.sweep import Settings, Sweep
 from flashtile.lab.bench.terminal import INTERRUPTED, collect, make_console, say, say_files, say_remark, show
 from flashtile.lab.dtypes import dtype_key
+from flashtile.lab.options import BenchOptions as Options
 
 _DEFAULT_BUDGET_S = {"cpu": 0.4, "cuda": 0.08}
 _DEFAULT_CALL_LIMIT_S = {"cpu": 5.0, "cuda": 2.0}
@@ -60,35 +61,10 @@ _SWEEP_ONLY = {  # options that a grid does not accept
 }
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of the command line. None selects the default of the sweep or the device."""
-
-    grid: str | None = None
-    is_full: bool = False
-    seqlens: str | None = None
-    dtype: str | None = None
-    batch: int = 1
-    heads: int = 1
-    heads_kv: int | None = None
-    head_dim: int = 64
-    is_causal: bool = False
-    direction: str | None = None
-    backends: str | None = None
-    device: str | None = None
-    out: Path | None = None
-    as_json: bool = False
-    use_graph: bool = False
-    seconds: float | None = None
-    call_limit: float | None = None
-    compile_limit: float | None = None
-    has_overhead: bool = False
-    has_cold: bool = False
-    calls: str | None = None
-
-
 def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     """Checks the options and returns the job, which returns the exit status. Errors in options are raised here."""
+    if options.compare is not None:
+        return _prepare_compare(*options.compare, options)
     console = make_console(options.as_json)
     for name, seconds in (
         ("--seconds", options.seconds),
@@ -222,15 +198,17 @@ def _host_runs(
     return 0
 
 
-def prepare_compare(first: Path, second: Path, out: Path | None, as_json: bool) -> Callable[[], int]:
+def _prepare_compare(first: Path, second: Path, options: Options) -> Callable[[], int]:
     """The job that shows the ratios of two runs and writes them to the folder of the second."""
+    if replace(options, compare=None, out=None, as_json=False) != Options():
+        raise value_error("--compare", "options of a sweep beside it", "--out and --json", "Drop the others")
     before, after = read(first, Row), read(second, Row)
     found = compare.changes(before, after)
     if not found:
         raise value_error("--compare", "two runs without a common accurate row", "two CSVs of the same sweep")
     devices = sorted({row.env.device for row in (*before, *after)})
-    path = writable_folder(out or second.parent) / f"compare_{first.stem}_{second.stem}.csv"
-    return partial(_compare, found, devices, path, as_json)
+    path = writable_folder(options.out or second.parent) / f"compare_{first.stem}_{second.stem}.csv"
+    return partial(_compare, found, devices, path, options.as_json)
 
 
 def _compare(found: Sequence[compare.Change], devices: Sequence[str], path: Path, as_json: bool) -> int:

@@ -30,6 +30,18 @@ class Ratio:
     highest: float
 
 
+def pairs(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Pairs of timed providers to compare: each of our backends with each baseline, or where none of ours ran each
+    baseline with `sdpa`."""
+    ours = list(dict.fromkeys(row.provider for row in rows if not row.is_baseline))
+    names = list(dict.fromkeys(row.provider for row in rows))
+    return (
+        [(one, peer) for one in ours for peer in names if peer not in ours]
+        if ours
+        else [(one, "sdpa") for one in names if one != "sdpa"]
+    )
+
+
 def ratios(rows: Sequence[Row]) -> list[Ratio]:
     """Each of our backends against each baseline, per direction."""
     ours = dict.fromkeys(row.provider for row in rows if not row.is_baseline)

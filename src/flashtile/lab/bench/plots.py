@@ -17,7 +17,8 @@ from typing import Any
 
 from flashtile.errors import Unsupported, unsupported
 from flashtile.lab.bench import files, join, ratio_colours
-from flashtile.lab.bench.compare import speedups
+from flashtile.lab.bench.compare import pairs, speedups
+from flashtile.lab.bench.points import DIRECTIONS
 from flashtile.lab.bench.rows import Row
 from flashtile.lab.bench.tables import DEFAULT_BACKENDS, measured_labels, serving_label
 
@@ -52,7 +53,6 @@ _STYLES: dict[str, tuple[str, str, str]] = {  # provider -> colour, line, marker
     "flashinfer": (_SKY, ":", "."),
 }
 _PAGE_MARKERS = {"1": "v", "16": "o", "64": "s", "256": "D"}  # by the rows of a page
-_PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 
 Value = Callable[[Row], "float | None"]
 End = tuple[float, float, str, str, bool]  # y, x, label, colour, is emphasised
@@ -129,7 +129,7 @@ def _length_figures(csv_path: Path, rows: Sequence[Row]) -> list[Path]:
     heads = f"H={first.heads}" if first.heads == first.heads_kv else f"H={first.heads}/{first.heads_kv}"
     problem = (
         f"B={first.batch} {heads} d={first.head_dim} {first.dtype}{' causal' if first.is_causal else ''}, "
-        f"{_PASSES[first.direction]}"
+        f"{DIRECTIONS[first.direction]}"
     )
     suffix = "_" + csv_path.stem.removeprefix("sdpa_Lsweep_")
     suffix = suffix.replace("_B1_H1_d64_fp32", "", 1)
@@ -317,7 +317,7 @@ def _small_multiples(csv_path: Path, rows: Sequence[Row], head_dim: int) -> Path
         for axes, is_causal in zip(panel_row, masks, strict=True):
             own = [row for row in here if row.direction == direction and row.is_causal == is_causal]
             ends.append((axes, _lines(axes, own, lambda row: row.tflops, is_linear=True)))
-            axes.set_title(f"{_PASSES[direction]}, {'causal' if is_causal else 'full'}", loc="left")
+            axes.set_title(f"{DIRECTIONS[direction]}, {'causal' if is_causal else 'full'}", loc="left")
             axes.set_xlabel("Sequence length S")
         panel_row[0].set_ylabel("Throughput (TFLOP/s)")
     for axes, own_ends in ends:
@@ -426,13 +426,7 @@ def _heat_maps(csv_path: Path, rows: Sequence[Row]) -> Path | None:
     from matplotlib.colors import LinearSegmentedColormap, Normalize
 
     names = measured_labels(rows)
-    ours = list(dict.fromkeys(row.provider for row in rows if not row.is_baseline))
-    pairs = (
-        [(one, peer) for one in ours for peer in names if peer not in ours]
-        if ours
-        else [(one, "sdpa") for one in names if one != "sdpa"]
-    )
-    tables = {pair: found for pair in pairs if (found := speedups(rows, *pair))}
+    tables = {pair: found for pair in pairs(rows) if (found := speedups(rows, *pair))}
     if not tables:
         return None
     lengths = sorted({row.seqlen_k for row in rows})

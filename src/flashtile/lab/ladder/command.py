@@ -22,31 +22,16 @@ from flashtile.lab.bench.points import Plan, Point
 from flashtile.lab.bench.rows import Environment, Row, Writer, as_dict
 from flashtile.lab.bench.sweep import Sweep, gpu_settings
 from flashtile.lab.bench.terminal import INTERRUPTED, collect, make_console, say, say_files, say_remark, show
-from flashtile.lab.defaults import LADDER_HEAD_DIM
 from flashtile.lab.ladder import counters, figures, launcher, measure, probe, rungs, tables
 from flashtile.lab.ladder.rows import Counters, HbmRow, RungRow
 from flashtile.lab.ladder.rungs import Rung, Variables
+from flashtile.lab.options import LadderOptions as Options
 from flashtile.lab.profile import ceilings, gpu, ncu
 from flashtile.lab.profile.ncu import Call
 from flashtile.runtime import toolchain
 
 _DEFAULT_ARCH = 90
 _HBM_SEQLENS = (512, 1024, 2048, 4096, 8192)
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of the command line."""
-
-    is_list: bool = False
-    only: str | None = None
-    dtype: str | None = None  # None: that of the rungs, fp32 before bf16
-    is_causal: bool | None = None  # None = both
-    has_profile: bool = False
-    arch: str | None = None  # only with --list
-    out: Path | None = None
-    as_json: bool = False
-    head_dim: int = LADDER_HEAD_DIM
 
 
 def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
@@ -129,9 +114,10 @@ class Run:
         roofs = ceilings.measure()
         say(
             self.console,
-            f"Measured ceilings: {roofs.fma_tflops:.1f} TFLOP/s of FMA, {roofs.tensor_tflops:.0f} of tensor cores, "
-            f"{roofs.dram_gb_per_s:.0f} GB/s of device memory, "
-            f"{roofs.shared_gb_per_s:.0f} GB/s of shared memory.",
+            f"Measured ceilings: {roofs.fma_ceiling_tflops:.1f} TFLOP/s of FMA, "
+            f"{roofs.tensor_ceiling_tflops:.0f} of tensor cores, "
+            f"{roofs.dram_ceiling_gb_per_s:.0f} GB/s of device memory, "
+            f"{roofs.shared_ceiling_gb_per_s:.0f} GB/s of shared memory.",
         )
         # A partial run does not overwrite the files of a full one
         is_whole = (

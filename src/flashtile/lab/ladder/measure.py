@@ -151,10 +151,7 @@ def rung_row(
         tflops=None if timed is None else timed.tflops,
         flops=point.flops(),
         least_bytes=point.least_bytes(),
-        fma_ceiling_tflops=roofs.fma_tflops,
-        tensor_ceiling_tflops=roofs.tensor_tflops,
-        dram_ceiling_gb_per_s=roofs.dram_gb_per_s,
-        shared_ceiling_gb_per_s=roofs.shared_gb_per_s,
+        **shared_fields(RungRow, roofs),
         **asdict(counted),
         env=env,
     )

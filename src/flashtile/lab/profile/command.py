@@ -12,7 +12,6 @@ from rich.console import Console
 
 from flashtile.errors import Unsupported, unsupported
 from flashtile.kernels.arch import Arch
-from flashtile.lab import defaults
 from flashtile.lab.bench import device, providers
 from flashtile.lab.bench.files import writable_folder, write_whole
 from flashtile.lab.bench.load import Load
@@ -21,27 +20,16 @@ from flashtile.lab.bench.providers import Provider
 from flashtile.lab.bench.rows import Environment, Row, Writer, as_dict
 from flashtile.lab.bench.sweep import Sweep, gpu_settings
 from flashtile.lab.bench.terminal import INTERRUPTED, collect, make_console, say, say_files, say_remark, show
+from flashtile.lab.options import ProfileOptions as Options
 from flashtile.lab.profile import ceilings, figures, measure, problems, tables, timeline
 from flashtile.lab.profile.gpu import arch_option, current_arch
 from flashtile.lab.profile.problems import Problems
 from flashtile.lab.profile.rows import KernelRow
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of the command line."""
-
-    words: Sequence[str] = ()
-    providers: str = defaults.PROFILE_PROVIDERS
-    arch: str | None = None  # compile-time facts of another GPU
-    has_timeline: bool = False  # clocks inside of our kernels instead of counters
-    out: Path | None = None
-    as_json: bool = False
-
-
 def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     """Checks the options and returns the job."""
-    wanted = problems.parse(options.words)
+    wanted = problems.parse(options.problem or ())
     chosen = providers.choose(options.providers, is_grid=False, option="--providers")
     console = make_console(options.as_json)
     if options.arch is not None:
@@ -84,9 +72,10 @@ class Run:
         roofs = ceilings.measure()
         say(
             self.console,
-            f"Measured ceilings: {roofs.tensor_tflops:.0f} TFLOP/s of tensor cores, {roofs.fma_tflops:.1f} of FMA; "
-            f"GB/s: {roofs.dram_gb_per_s:.0f} of device memory, {roofs.l2_gb_per_s:.0f} of L2, "
-            f"{roofs.shared_gb_per_s:.0f} of shared memory.",
+            f"Measured ceilings: {roofs.tensor_ceiling_tflops:.0f} TFLOP/s of tensor cores, "
+            f"{roofs.fma_ceiling_tflops:.1f} of FMA; "
+            f"GB/s: {roofs.dram_ceiling_gb_per_s:.0f} of device memory, {roofs.l2_ceiling_gb_per_s:.0f} of L2, "
+            f"{roofs.shared_ceiling_gb_per_s:.0f} of shared memory.",
         )
         timed = self._time()
         remark = load.remark()

@@ -27,8 +27,7 @@ from flashtile.runtime.nvrtc import Resources
 
 TOP_STALLS = 5
 _FIELDS = tuple(field.name for field in dataclasses.fields(KernelRow))
-_METRICS = {
-    "duration": "gpu__time_duration.sum",
+_METRICS = ncu.METRICS | {
     "grid_blocks": "launch__grid_size",
     "block_threads": "launch__block_size",
     "registers": "launch__registers_per_thread",
@@ -37,14 +36,7 @@ _METRICS = {
     "local_loads": "l1tex__t_bytes_pipe_lsu_mem_local_op_ld.sum",
     "local_stores": "l1tex__t_bytes_pipe_lsu_mem_local_op_st.sum",
     "occupancy": "sm__maximum_warps_per_active_cycle_pct",
-    "achieved_occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",
     "dram_percent": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
-    "l2_bytes": "lts__t_bytes.sum",
-    "l2_percent": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
-    "shared_wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
-    "shared_percent": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum.pct_of_peak_sustained_elapsed",
-    "bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
-    "fma_percent": "sm__pipe_fma_cycles_active.avg.pct_of_peak_sustained_active",
     "issue_percent": "smsp__issue_active.avg.pct_of_peak_sustained_active",
 }
 # Names of one counter on different architectures
@@ -141,13 +133,7 @@ def _call_fields(timed: Row, roofs: Ceilings | None) -> dict[str, Any]:
         "least_bytes": point.least_bytes(),
     }
     if roofs is not None:
-        found |= {
-            "fma_ceiling_tflops": roofs.fma_tflops,
-            "tensor_ceiling_tflops": roofs.tensor_tflops,
-            "dram_ceiling_gb_per_s": roofs.dram_gb_per_s,
-            "l2_ceiling_gb_per_s": roofs.l2_gb_per_s,
-            "shared_ceiling_gb_per_s": roofs.shared_gb_per_s,
-        }
+        found |= shared_fields(KernelRow, roofs)
     return found
 
 

@@ -31,6 +31,16 @@ from flashtile.runtime import cache, driver
 LIMIT_S = 300.0
 BYTES = ("dram__bytes_read.sum", "dram__bytes_write.sum")  # every run counts them
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+METRICS = {  # by what they say; every profile has these
+    "duration": "gpu__time_duration.sum",
+    "achieved_occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "l2_bytes": "lts__t_bytes.sum",
+    "l2_percent": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+    "shared_wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
+    "shared_percent": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum.pct_of_peak_sustained_elapsed",
+    "bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
+    "fma_percent": "sm__pipe_fma_cycles_active.avg.pct_of_peak_sustained_active",
+}
 # Stall reasons of a warp. not_selected is left out: such a warp was ready, but another one was issued
 STALLS = (
     "barrier", "branch_resolving", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle", "long_scoreboard",

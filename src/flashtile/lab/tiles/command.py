@@ -12,7 +12,6 @@ from rich.console import Console
 from flashtile.errors import Unsupported, unsupported, value_error
 from flashtile.kernels.arch import Arch
 from flashtile.lab.bench import device
-from flashtile.lab.bench.command import Options
 from flashtile.lab.bench.files import writable_folder
 from flashtile.lab.bench.load import Load
 from flashtile.lab.bench.rows import Environment, Row, Writer, as_dict, shared_fields
@@ -21,6 +20,7 @@ from flashtile.lab.bench.terminal import INTERRUPTED, collect, make_console, say
 from flashtile.lab.dtypes import dtype_key
 from flashtile.lab.ladder import counters
 from flashtile.lab.ladder.rows import Counters
+from flashtile.lab.options import BenchOptions
 from flashtile.lab.profile.gpu import current_arch
 from flashtile.lab.profile.ncu import Call
 from flashtile.lab.tiles import figures, study, tables
@@ -30,9 +30,9 @@ from flashtile.lab.tiles.study import Study, Trial
 _BUDGET_S = 0.05
 
 
-def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
+def prepare(options: BenchOptions, arguments: Sequence[str]) -> Callable[[], int]:
     """The job; what can be refused is refused here, before anything is measured."""
-    if replace(options, dtype=None, out=None, as_json=False) != Options():
+    if replace(options, has_tiles=False, dtype=None, out=None, as_json=False) != BenchOptions():
         raise value_error("--tiles", "options of a sweep beside it", "--dtype, --out and --json", "Drop the others")
     chosen = study.studies(None if options.dtype is None else dtype_key(options.dtype))
     where, line = device.resolve(None)
