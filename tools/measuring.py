@@ -1,4 +1,4 @@
-"""What the tools that measure on a GPU share: the files they write, and kernels compiled ahead of the calls."""
+"""Helpers of the tools that measure on a GPU: the files they write, and kernels compiled ahead of the calls."""
 
 from __future__ import annotations
 

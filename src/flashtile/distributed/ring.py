@@ -155,7 +155,7 @@ class _Pass:
         kernels."""
         if self.is_gathered:
             return
-        others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        others = self.channel.peers()
         most = max((num_rows(self.wanted(self.rank, other)) for other in others), default=0)
         self.slots = [self.buffer(most) for _ in others[:_SLOTS]]
         if self.channel.stream is not None:

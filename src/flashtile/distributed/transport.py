@@ -52,6 +52,10 @@ class Channel:
         if device.type == "cuda" and not self.is_staged:
             _warm_up(self.group, device)
 
+    def peers(self) -> list[int]:
+        """The other ranks, the next one first."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
     def check_same(self, options: dict[str, Any]) -> None:
         """Under FLASHTILE_CHECK=1: raises on all ranks if one of them has another value."""
         if not is_checking() or self.size == 1:
@@ -66,8 +70,7 @@ class Channel:
     def _gathered(self, value: Any) -> list[Any]:
         """The values of all ranks, by rank."""
         own = torch.frombuffer(bytearray(json.dumps(value), "utf-8"), dtype=torch.uint8).to(self.device)
-        peers = [rank for rank in range(self.size) if rank != self.rank]
-        lengths = self._swapped(own.new_tensor([own.numel()], dtype=torch.int64), dict.fromkeys(peers, 1))
+        lengths = self._swapped(own.new_tensor([own.numel()], dtype=torch.int64), dict.fromkeys(self.peers(), 1))
         texts = self._swapped(own, {peer: int(length) for peer, length in lengths.items()}) | {self.rank: own}
         return [json.loads(bytes(texts[rank].tolist())) for rank in range(self.size)]
 

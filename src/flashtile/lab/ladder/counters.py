@@ -21,13 +21,13 @@ _METRICS = ncu.METRICS | {
 def profile(calls: Sequence[Call], variables: Variables | None = None, source: str = _SOURCE) -> list[Counters]:
     """The counters of calls that launch one kernel each."""
     metrics = [*_METRICS.values(), *map(ncu.STALL.format, ncu.STALLS)]
-    groups = ncu.run(calls, metrics, "all", source, (variables or Variables.read()).child_environment())
+    groups = ncu.run(calls, metrics, "all", source, (variables or Variables.read()).environment())
     return [_counters(kernels[0].metrics) for kernels in groups]
 
 
 def device_bytes(calls: Sequence[Call], variables: Variables) -> list[tuple[float, int]]:
     """Returns the bytes that the kernels of each call read from and write to device memory, and their number."""
-    groups = ncu.run(calls, (), "none", _SOURCE, variables.child_environment())
+    groups = ncu.run(calls, (), "none", _SOURCE, variables.environment())
     return [(sum(kernel.metrics[name] for kernel in kernels for name in ncu.BYTES), len(kernels)) for kernels in groups]
 
 

@@ -28,6 +28,7 @@ from typing import Any
 
 from flashtile.errors import unsupported, value_error
 from flashtile.kernels.arch import Arch
+from flashtile.lab.bench import device
 
 FOLDER = Path(__file__).resolve().parent
 MAX_HEAD_DIM = 128
@@ -86,8 +87,7 @@ class Variables:
 
     def child_environment(self) -> dict[str, str]:
         """The environment of a child process that runs this package with the same variables."""
-        path = os.pathsep.join(filter(None, (str(FOLDER.parents[1]), os.environ.get("PYTHONPATH"))))
-        return os.environ | self.environment() | {"PYTHONPATH": path}
+        return device.child_environment(self.environment())
 
 
 def _positive(environment: Mapping[str, str], name: str) -> int | None:

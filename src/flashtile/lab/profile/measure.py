@@ -7,8 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from flashtile import api
 from flashtile.backends import cuda, registry
 from flashtile.errors import Unsupported
@@ -17,7 +15,6 @@ from flashtile.kernels.arch import Arch
 from flashtile.kernels.plan import Step
 from flashtile.lab.bench.points import Point
 from flashtile.lab.bench.rows import Environment, Row, shared_fields
-from flashtile.lab.dtypes import DTYPES
 from flashtile.lab.profile import ncu
 from flashtile.lab.profile.ceilings import Ceilings
 from flashtile.lab.profile.ncu import Kernel
@@ -100,7 +97,8 @@ def compiled_kernels(provider: str, point: Point, arch: str | None = None) -> li
     if provider not in ("cuda", "flashtile"):
         return []
     name = "cuda" if provider == "cuda" else None
-    problem = api.explain(*_meta(point), arch=arch, causal=point.is_causal, backend=name).problem
+    given = point.make_empty("meta").leaves("bhsd", point.direction != "fwd")
+    problem = api.explain(given.q, given.k, given.v, arch=arch, causal=point.is_causal, backend=name).problem
     steps: list[tuple[Step, Resources]] = []
     for op in {"fwd": ("forward",), "bwd": ("backward",), "fwd+bwd": ("forward", "backward")}[point.direction]:
         if registry.choose(problem, name, op)[0].name != "cuda":
@@ -110,18 +108,6 @@ def compiled_kernels(provider: str, point: Point, arch: str | None = None) -> li
             compiled = cache.compile_cached(step.unit, key.arch.name, [step.entry])
             steps.append((step, compiled.resources(step.entry)))
     return steps
-
-
-def _meta(point: Point) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    def tensor(heads: int, seqlen: int, dim: int) -> torch.Tensor:
-        shape = (point.batch, heads, seqlen, dim)
-        return torch.empty(shape, dtype=DTYPES[point.dtype], device="meta", requires_grad=point.direction != "fwd")
-
-    return (
-        tensor(point.heads, point.seqlen_q, point.head_dim),
-        tensor(point.heads_kv, point.seqlen_k, point.head_dim),
-        tensor(point.heads_kv, point.seqlen_k, point.head_dim_v),
-    )
 
 
 def _call_fields(timed: Row, roofs: Ceilings | None) -> dict[str, Any]:
