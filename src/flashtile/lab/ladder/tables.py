@@ -8,7 +8,7 @@ from flashtile.errors import value_error
 from flashtile.lab.bench import join
 from flashtile.lab.bench import tables as bench_tables
 from flashtile.lab.bench.points import Point
-from flashtile.lab.bench.rows import Row
+from flashtile.lab.bench.rows import Row, shared_fields
 from flashtile.lab.bench.tables import Table, known, number, percent
 from flashtile.lab.ladder.rows import HbmRow, RungRow
 
@@ -132,18 +132,8 @@ def _rungs_of_one_problem(kernels: Sequence[RungRow]) -> Sequence[RungRow]:
 
 
 def _is_at(row: Row, kernel: RungRow) -> bool:
-    point = Point(
-        batch=kernel.batch,
-        heads=kernel.heads,
-        heads_kv=kernel.heads,
-        seqlen_q=kernel.seqlen,
-        seqlen_k=kernel.seqlen,
-        head_dim=kernel.head_dim,
-        head_dim_v=kernel.head_dim,
-        dtype=kernel.dtype,
-        is_causal=kernel.is_causal,
-    )
-    return row.point == point
+    sizes = {"heads_kv": kernel.heads, "seqlen_q": kernel.seqlen, "seqlen_k": kernel.seqlen}
+    return row.point == Point(**(shared_fields(Point, kernel) | sizes | {"head_dim_v": kernel.head_dim}))
 
 
 def _ratio(peer: float | None, own: float | None) -> str:
