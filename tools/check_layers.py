@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("distributed",),
     ("integrations",),
     ("lab.__init__", "lab.defaults", "lab.dtypes"),
+    ("lab.options",),
     ("lab.bench", "lab.check"),
     ("lab.profile",),
     ("lab.ladder",),

@@ -12,16 +12,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from time_packed import compile_all
+from measuring import compile_ahead, results_file
 from torch import Tensor
 
 import flashtile
 from flashtile import families
-from flashtile.backends import native
 from flashtile.families.assemble import clear_plans
 from flashtile.lab.bench import device as facts
 from flashtile.lab.bench.rows import Environment, Writer
@@ -129,15 +127,9 @@ def pairs() -> Iterator[Pair]:
 
 def main() -> None:
     env = facts.environment("cuda", sys.argv[1:], "python tools/time_edges.py")
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent / "results"
-    path = (folder if len(sys.argv) > 1 else folder / facts.slug("cuda")) / "edges_bf16.csv"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = results_file("edges_bf16.csv", *sys.argv[1:2])
     stream, all_pairs = torch.cuda.Stream(), list(pairs())
-    with native.record_launches() as units, torch.cuda.stream(stream):
-        for pair in all_pairs:
-            pair.base()()
-            pair.edge()()
-    compile_all(units)
+    compile_ahead((make() for pair in all_pairs for make in (pair.base, pair.edge)), stream)
     with Writer(path, EdgeRow) as writer:
         for pair in all_pairs:
             torch.cuda.synchronize()

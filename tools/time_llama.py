@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import results_file
 from torch.autograd import DeviceType
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flashtile.integrations.transformers import register
 from flashtile.lab.bench import device as facts
-from flashtile.lab.bench.files import writable_folder
 from flashtile.lab.bench.rows import Environment, Writer
 from flashtile.lab.bench.timing import quantile
 
@@ -191,8 +191,7 @@ def main() -> None:
         run = step(model.train(), tokens(*shape), optimizer)
         rows += compare(model, run, "step", shape, max(2, options.rounds // 3), env)
     if not options.tiny:
-        folder = writable_folder(options.out or Path(__file__).resolve().parent.parent / "results" / facts.slug(device))
-        with Writer(folder / "llama_bf16.csv", ModelRow) as writer:
+        with Writer(results_file("llama_bf16.csv", options.out, device), ModelRow) as writer:
             writer.add(rows)
 
 

@@ -10,17 +10,15 @@ from __future__ import annotations
 import random
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import compile_ahead, results_file
 from torch import Tensor
 
 import flashtile
-from flashtile.backends import cuda, executor, native
 from flashtile.lab.bench import device as facts
 from flashtile.lab.bench.rows import Environment, Writer
 from flashtile.lab.bench.timing import capture, median_ms, once
@@ -98,14 +96,6 @@ def make_call(direction: str, kind: str, batch: int) -> Callable[[bool], Callabl
     return call
 
 
-def compile_all(units: Iterable[tuple[str, str]]) -> None:
-    """Compiles in as many threads as there are cores."""
-    arch = cuda._arch(0)
-    assert arch is not None
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda unit: executor.function(*unit, arch.name), units))
-
-
 def compare(graphs: Mapping[bool, Callable[[], Any]], rounds: int) -> tuple[float, float, float]:
     """Median milliseconds with and without, and the median of the ratios of rounds: the clock of a GPU moves from round
     to round. Each round has an order of its own."""
@@ -127,17 +117,11 @@ def points() -> Iterator[tuple[str, str, int]]:
 
 def main() -> None:
     env = facts.environment("cuda", sys.argv[1:], "python tools/time_packed.py")
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent / "results"
-    path = (folder if len(sys.argv) > 1 else folder / facts.slug("cuda")) / "packed_bf16.csv"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = results_file("packed_bf16.csv", *sys.argv[1:2])
     stream, worst = torch.cuda.Stream(), 0.0
     # A backward pass runs on the stream of its forward pass: all on the one that graphs capture
-    with native.record_launches() as units, torch.cuda.stream(stream):
-        for point in points():
-            make = make_call(*point)
-            for is_given in (True, False):
-                make(is_given)()
-    compile_all(units)
+    makes = (make_call(*point) for point in points())
+    compile_ahead((make(is_given) for make in makes for is_given in (True, False)), stream)
     with Writer(path, PackedRow) as writer:
         for direction, kind, batch in points():
             make = make_call(direction, kind, batch)

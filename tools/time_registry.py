@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from measuring import results_file
 from torch import Tensor
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl, restore_flash_attention_impl, sdpa_kernel
 
@@ -69,10 +69,7 @@ def times(call: Callable[[], Any]) -> tuple[float, float]:
 def main() -> None:
     torch_flash.register()
     env = facts.environment("cuda", sys.argv[1:], "python tools/time_registry.py")
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent / "results"
-    path = (folder if len(sys.argv) > 1 else folder / facts.slug("cuda")) / "registry_bf16.csv"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with Writer(path, RegistryRow) as writer:
+    with Writer(results_file("registry_bf16.csv", *sys.argv[1:2]), RegistryRow) as writer:
         for shape in SHAPES:
             q, k, v, dout = (
                 torch.randn(shape, dtype=torch.bfloat16, device="cuda", requires_grad=index < 3) for index in range(4)

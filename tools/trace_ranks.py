@@ -104,34 +104,30 @@ def summary(events: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return found
 
 
+@plots.drawing()
 def draw(path: Path) -> Path:
     record = json.loads(path.read_text())
     events, options = record["events"], record["options"]
-    plots.require_matplotlib()
-    import matplotlib
-    from matplotlib.figure import Figure
-
     kinds = [kind for kind in ("compute", "to host", "from host", "NCCL") if any(e["kind"] == kind for e in events)]
-    with matplotlib.rc_context(plots.look()):
-        figure = Figure(figsize=(10, 0.6 * len(kinds) + 1.7), layout="constrained")
-        axes = figure.subplots()
-        for row, kind_ in enumerate(kinds):
-            bars = [(e["start_us"] / 1e3, e["us"] / 1e3) for e in events if e["kind"] == kind_]
-            axes.broken_barh(bars, (row - 0.4, 0.8), facecolor=COLOURS[kind_])
-        axes.set_yticks(range(len(kinds)), ["kernels" if kind == "compute" else kind for kind in kinds])
-        axes.invert_yaxis()
-        axes.set_xlabel("Time (ms)")
-        axes.grid(False, axis="y")
-        mask = "full" if options["full"] else "causal, zigzag"
-        title = f"Rank 0 of {options['ranks']} on one GPU, {options['backend']}: forward and backward, {mask}"
-        axes.set_title(f"{title}\n", loc="left", fontweight="bold")
-        env = record["environment"]
-        texts = (
-            f"{env['device']}, torch {env['torch']}, {env['commit']}{', changed' if env['is_dirty'] else ''}",
-            f"{options['rows']} rows of each rank, H={options['heads']}/{options['heads_kv']}, d={options['head_dim']}",
-        )
-        axes.text(0, 1.03, "; ".join(texts), transform=axes.transAxes, fontsize=8.5, color="#555555")
-        return plots.save(figure, path, path.with_suffix(".png").name)
+    figure = plots.new_figure(10, 0.6 * len(kinds) + 1.7)
+    axes = figure.subplots()
+    for row, kind_ in enumerate(kinds):
+        bars = [(e["start_us"] / 1e3, e["us"] / 1e3) for e in events if e["kind"] == kind_]
+        axes.broken_barh(bars, (row - 0.4, 0.8), facecolor=COLOURS[kind_])
+    axes.set_yticks(range(len(kinds)), ["kernels" if kind == "compute" else kind for kind in kinds])
+    axes.invert_yaxis()
+    axes.set_xlabel("Time (ms)")
+    axes.grid(False, axis="y")
+    mask = "full" if options["full"] else "causal, zigzag"
+    title = f"Rank 0 of {options['ranks']} on one GPU, {options['backend']}: forward and backward, {mask}"
+    axes.set_title(f"{title}\n", loc="left", fontweight="bold")
+    env = record["environment"]
+    texts = (
+        f"{env['device']}, torch {env['torch']}, {env['commit']}{', changed' if env['is_dirty'] else ''}",
+        f"{options['rows']} rows of each rank, H={options['heads']}/{options['heads_kv']}, d={options['head_dim']}",
+    )
+    axes.text(0, 1.03, "; ".join(texts), transform=axes.transAxes, fontsize=8.5, color="#555555")
+    return plots.save(figure, path, path.with_suffix(".png").name)
 
 
 def main() -> None:

@@ -7,12 +7,10 @@ PYTHONPATH=src python tools/tune_simt.py        writes results/<device>/simt_til
 
 from __future__ import annotations
 
-import csv
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
-from pathlib import Path
+from functools import partial
 
 import torch
+from measuring import compile_all, results_file, write_csv
 
 from flashtile import families
 from flashtile.backends import call, cuda, executor
@@ -45,9 +43,8 @@ def main() -> None:
             dims = row.head_dim, row.head_dim_v
             key = PlanKey("float32", "float32", *dims, Features(has_band=is_causal), arch, ("dq", "dk", "dv"))
             steps[row, is_causal] = family.step(row, key, CallLayout("bhsd", ()))
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda step: executor.function(step.unit, step.entry, arch.name), steps.values()))
-    environment = asdict(facts.environment("cuda", [], "python tools/tune_simt.py"))
+    compile_all((step.unit, step.entry) for step in steps.values())
+    env = facts.environment("cuda", [], "python tools/tune_simt.py")
     found = []
     for head_dim in (64, 128):
         for is_causal in (False, True):
@@ -67,64 +64,27 @@ def main() -> None:
             chosen = {
                 row: step for (row, causal), step in steps.items() if causal == is_causal and row.head_dim == head_dim
             }
-            thunks = {
-                str(row): (
-                    lambda step=step, values=values, image=image: executor.launch(step, values, image, 0, arch.name)
-                )
-                for row, step in chosen.items()
-            }
-            for row, step in chosen.items():
-                compiled = executor.cache.compile_cached(step.unit, arch.name, [step.entry]).resources(step.entry)
-                found.append(
-                    {
-                        "row": row,
-                        "is_causal": is_causal,
-                        "registers": compiled.registers,
-                        "spill_bytes": compiled.spill_store_bytes,
-                    }
-                )
-            for name, ms in median_ms(thunks, ROUNDS).items():
-                entry = next(entry for entry in found if str(entry["row"]) == name and entry["is_causal"] == is_causal)
-                flops = (
-                    PRODUCTS[entry["row"].kernel] * 2 * BATCH * HEADS * SEQLEN**2 * head_dim / (2 if is_causal else 1)
-                )
-                entry |= {"median_ms": round(ms, 3), "tflops": round(flops / ms / 1e9, 1)}
-    folder = Path(__file__).resolve().parent.parent / "results" / facts.slug("cuda")
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "simt_tiles.csv").open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        head = (
-            "kernel",
-            "head_dim",
-            "is_causal",
-            "block_m",
-            "block_n",
-            "num_warps",
-            "shared_bytes",
-            "registers",
-            "spill_bytes",
-            "median_ms",
-            "tflops",
-        )
-        writer.writerow((*head, *environment))
-        for entry in found:
-            row = entry["row"]
-            tile = (
-                row.kernel,
-                row.head_dim,
-                entry["is_causal"],
-                row.owned,
-                row.streamed,
-                row.num_threads // 32,
-                row.shared_bytes,
-            )
-            writer.writerow((*tile, *(entry[name] for name in head[7:]), *environment.values()))
-            mask, tile_text = (
-                "causal" if entry["is_causal"] else "full",
-                f"{row.owned} x {row.streamed}, {row.num_threads // 32} warps",
-            )
-            speed = f"{entry['median_ms']:8.3f} ms {entry['tflops']:6.1f} TFLOP/s"
-            print(f"{row.kernel:14} d={row.head_dim:<4}{mask:7}{tile_text:18}{speed}  {entry['registers']} registers")
+            thunks = {row: partial(executor.launch, step, values, image, 0, arch.name) for row, step in chosen.items()}
+            for row, ms in median_ms(thunks, ROUNDS).items():
+                step = chosen[row]
+                used = executor.cache.compile_cached(step.unit, arch.name, [step.entry]).resources(step.entry)
+                flops = PRODUCTS[row.kernel] * 2 * BATCH * HEADS * SEQLEN**2 * head_dim / (2 if is_causal else 1)
+                one = {
+                    "kernel": row.kernel,
+                    "head_dim": row.head_dim,
+                    "is_causal": is_causal,
+                    "block_m": row.owned,
+                    "block_n": row.streamed,
+                    "num_warps": row.num_threads // 32,
+                    "shared_bytes": row.shared_bytes,
+                    "registers": used.registers,
+                    "spill_bytes": used.spill_store_bytes,
+                    "median_ms": round(ms, 3),
+                    "tflops": round(flops / ms / 1e9, 1),
+                }
+                found.append(one)
+                print(*one.values())
+    write_csv(results_file("simt_tiles.csv"), found, env)
 
 
 if __name__ == "__main__":

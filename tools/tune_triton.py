@@ -1,23 +1,22 @@
 """Times each configuration of each kernel of the triton backend, B=4 H=16 S=4096. Needs a GPU.
 
-The table in backends/triton.py holds the fastest ones.
+The table in backends/triton_tiles.py holds the fastest ones.
 
 PYTHONPATH=src python tools/tune_triton.py [dtype,... [head_dim,...]]        writes results/<device>/triton_tiles.csv
 """
 
 from __future__ import annotations
 
-import csv
 import multiprocessing
 import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from measuring import results_file, write_csv
 
 from flashtile.backends import triton as backend
 from flashtile.backends.base import Grads
@@ -95,6 +94,15 @@ class Trial:
     precision: str
 
 
+class Taken(NamedTuple):
+    """Resources that a configuration takes, or why it does not run."""
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    reason: str
+
+
 def trials(dtypes: list[str], head_dims: list[int]) -> list[Trial]:
     """Every configuration without a mask, and 2-byte dtypes at head dim 128 also with a causal one.
 
@@ -140,14 +148,14 @@ def inputs(trial: Trial, seqlen: int) -> tuple[AttentionArgs, list[torch.Tensor]
     return args, [make() for _ in range(4)], torch.randn(BATCH, HEADS, seqlen, device="cuda")
 
 
-def compile_one(trial: Trial) -> tuple[int, int, int, str]:
-    """Registers, spilled bytes, shared bytes, and the error if it does not run. Fills Triton's disk cache."""
+def compile_one(trial: Trial) -> Taken:
+    """Compiles a configuration, into Triton's disk cache."""
     try:
         compiled = call(trial, *inputs(trial, 256))()
         torch.cuda.synchronize()
-        return compiled.n_regs, 4 * compiled.n_spills, compiled.metadata.shared, ""
+        return Taken(compiled.n_regs, 4 * compiled.n_spills, compiled.metadata.shared, "")
     except Exception as error:
-        return 0, 0, 0, f"{type(error).__name__}: {error}"[:80]
+        return Taken(0, 0, 0, f"{type(error).__name__}: {error}"[:80])
 
 
 def main() -> None:
@@ -156,53 +164,27 @@ def main() -> None:
     chosen = trials(dtypes, head_dims)
     with ProcessPoolExecutor(max(1, min(15, (os.cpu_count() or 2) - 1)), multiprocessing.get_context("spawn")) as pool:
         resources = dict(zip(chosen, pool.map(compile_one, chosen), strict=True))
-    environment = asdict(facts.environment("cuda", sys.argv[1:], "python tools/tune_triton.py"))
+    env = facts.environment("cuda", sys.argv[1:], "python tools/tune_triton.py")
     medians: dict[Trial, float] = {}
     groups = {(trial.dtype, trial.head_dim, trial.is_causal): [] for trial in chosen}
     for trial in chosen:
-        if not resources[trial][3]:
+        if not resources[trial].reason:
             groups[trial.dtype, trial.head_dim, trial.is_causal].append(trial)
     for group in groups.values():
         if group:
             tensors = inputs(group[0], SEQLEN)
             medians |= median_ms({trial: call(trial, *tensors) for trial in group}, ROUNDS)
-    folder = Path(__file__).resolve().parent.parent / "results" / facts.slug("cuda")
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "triton_tiles.csv").open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        head = (
-            "kernel",
-            "dtype",
-            "head_dim",
-            "is_causal",
-            "precision",
-            "block_m",
-            "block_n",
-            "num_warps",
-            "num_stages",
-        )
-        writer.writerow(
-            (*head, "registers", "spill_bytes", "shared_bytes", "reason", "median_ms", "tflops", *environment)
-        )
-        for trial in sorted(chosen, key=lambda t: (t.dtype, t.head_dim, t.kernel, t.is_causal, medians.get(t, 1e9))):
-            flops = (
-                PRODUCTS[trial.kernel] * 2 * BATCH * HEADS * SEQLEN**2 * trial.head_dim / (2 if trial.is_causal else 1)
-            )
-            ms = medians.get(trial)
-            speed = ("", "") if ms is None else (round(ms, 4), round(flops / ms / 1e9, 1))
-            tile = (trial.config.block_m, trial.config.block_n, trial.config.num_warps, trial.config.num_stages)
-            row = (
-                trial.kernel,
-                trial.dtype,
-                trial.head_dim,
-                trial.is_causal,
-                trial.precision,
-                *tile,
-                *resources[trial],
-                *speed,
-            )
-            writer.writerow((*row, *environment.values()))
-            print(*row)
+    rows = []
+    for trial in sorted(chosen, key=lambda t: (t.dtype, t.head_dim, t.kernel, t.is_causal, medians.get(t, 1e9))):
+        row = {name: getattr(trial, name) for name in ("kernel", "dtype", "head_dim", "is_causal", "precision")}
+        row |= asdict(trial.config) | resources[trial]._asdict() | {"median_ms": "", "tflops": ""}
+        if (ms := medians.get(trial)) is not None:
+            flops = PRODUCTS[trial.kernel] * 2 * BATCH * HEADS * SEQLEN**2 * trial.head_dim
+            flops /= 2 if trial.is_causal else 1
+            row |= {"median_ms": round(ms, 4), "tflops": round(flops / ms / 1e9, 1)}
+        rows.append(row)
+        print(*row.values())
+    write_csv(results_file("triton_tiles.csv"), rows, env)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention.bias import CausalBias
 from typer.testing import CliRunner
 
+from flashtile import families
 from flashtile.cli.main import app
-from flashtile.kernels import assemble, families
+from flashtile.families import assemble
 from flashtile.lab.bench import calls, providers, random_runs, regret, timing, wild
 from flashtile.lab.bench.accuracy import Check
 from flashtile.lab.bench.calls import KINDS, Call, FirstSequence, draw_call, make_inputs

@@ -3,6 +3,7 @@ for the host. The lanes of a warp are fibers that take turns at each exchange.""
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 import subprocess
@@ -133,8 +134,8 @@ const i32* read_array(int count) {
 }
 int main() {
   int grid, num_q, num_k, num_used;
-  if (std::scanf("%d %d %d %d %d %d %d %d %d %d %d %d", &grid, &processors, &p.batch, &p.heads, &p.heads_kv, &p.seqlen_q,
-                 &p.seqlen_k, &p.total_q, &p.num_splits, &num_q, &num_k, &num_used) != 12)
+  if (std::scanf("%d %d %d %d %d %d %d %d %d %d %d %d", &grid, &processors, &p.batch, &p.heads, &p.heads_kv,
+                 &p.seqlen_q, &p.seqlen_k, &p.total_q, &p.num_splits, &num_q, &num_k, &num_used) != 12)
     return 2;
   p.window_left = p.window_right = -1;
   p.cu_seqlens_q = read_array(num_q), p.cu_seqlens_k = read_array(num_k), p.seqused_k = read_array(num_used);
@@ -197,7 +198,7 @@ def check_parts(items: list[Item]) -> None:
 
 
 def lengths_of(bounds: list[int]) -> list[int]:
-    return [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [end - start for start, end in itertools.pairwise(bounds)]
 
 
 def draw_sizes(draw: random.Random) -> list[int]:

@@ -230,6 +230,8 @@ def test_variables_reach_another_process(own):
     variables = Variables(True, 32, 16, own, "own_kernel")
     assert Variables.read(variables.environment()) == variables
     assert Variables.read(Variables().environment()) == Variables()
+    path, *_ = variables.child_environment()["PYTHONPATH"].split(os.pathsep)
+    assert (Path(path) / "flashtile" / "lab" / "ladder").is_dir()
 
 
 def rung_of(text: str):
@@ -628,8 +630,7 @@ def run(tmp_path, monkeypatch):
                 raise profiled
             return [Counters(**COUNTED) for _ in calls]
 
-        monkeypatch.setattr(command, "Settings", lambda *_: SETTINGS)
-        monkeypatch.setattr(command.device, "cache_bytes", lambda where: 0)
+        monkeypatch.setattr(command, "gpu_settings", lambda *_: SETTINGS)
         plan = Plan(
             "ladder",
             "ladder_fp32",

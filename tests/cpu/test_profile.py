@@ -7,6 +7,7 @@ import csv
 import io
 import itertools
 import json
+import os
 import re
 import subprocess
 from dataclasses import asdict, replace
@@ -252,7 +253,8 @@ def test_the_child_process_is_told_the_calls(profiler):
     *_, source, request = commands[0]
     assert source == "flashtile.lab.bench.providers"
     assert json.loads(request)[0]["provider"] == "sdpa-flash"
-    assert (Path(ncu._PACKAGE_FOLDER) / "flashtile" / "__init__.py").is_file()
+    path, *_ = ncu.device.child_environment({})["PYTHONPATH"].split(os.pathsep)
+    assert (Path(path) / "flashtile" / "__init__.py").is_file()
     assert Point(**json.loads(request)[0]["point"]).direction == "bwd"
 
 
@@ -369,8 +371,7 @@ def run(tmp_path, monkeypatch):
             return known(name, small, "sm_80")
 
         monkeypatch.setattr(measure, "compiled_kernels", compiled)
-        monkeypatch.setattr(command, "Settings", lambda *_: SETTINGS)
-        monkeypatch.setattr(command.device, "cache_bytes", lambda where: 0)
+        monkeypatch.setattr(command, "gpu_settings", lambda *_: SETTINGS)
         events: list[str] = []
         monkeypatch.setattr(command, "Load", lambda where: events.append("load") or Load("cpu"))
         monkeypatch.setattr(ceilings, "measure", lambda: events.append("ceilings") or ROOFS)

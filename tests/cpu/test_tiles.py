@@ -161,8 +161,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(Trial, "provider", fake)
     monkeypatch.setattr(Trial, "facts", use)
-    monkeypatch.setattr(command, "Settings", lambda *_: SETTINGS)
-    monkeypatch.setattr(command.device, "cache_bytes", lambda where: 0)
+    monkeypatch.setattr(command, "gpu_settings", lambda *_: SETTINGS)
 
     def start(counted: Counters | Exception = COUNTED, as_json: bool = False):
         def profile(calls, source):

@@ -19,10 +19,10 @@ from flashtile.lab.profile.rows import KernelRow
 
 def test_ceilings_are_in_order():
     found = ceilings.measure()
-    assert 0 < found.dram_gb_per_s < found.l2_gb_per_s < found.shared_gb_per_s
-    assert found.fma_tflops > 1
+    assert 0 < found.dram_ceiling_gb_per_s < found.l2_ceiling_gb_per_s < found.shared_ceiling_gb_per_s
+    assert found.fma_ceiling_tflops > 1
     if gpu.current_arch().number >= 80:
-        assert found.tensor_tflops > 2 * found.fma_tflops
+        assert found.tensor_ceiling_tflops > 2 * found.fma_ceiling_tflops
 
 
 def test_what_the_compiler_knows_fits_the_call():

@@ -17,18 +17,18 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from flashtile import families
 from flashtile.backends import registry
 from flashtile.backends.base import Backend, device_arch
 from flashtile.cli.limits import check_count, check_jobs
+from flashtile.cli.options import CheckOptions as Options
 from flashtile.errors import value_error
 from flashtile.lab.bench import device as facts
 from flashtile.lab.bench.command import check_seconds
 from flashtile.lab.bench.files import ResultFile, writable_folder
-from flashtile.lab.bench.terminal import INTERRUPTED, make_console
+from flashtile.lab.bench.terminal import INTERRUPTED, make_console, progress_bar, say, say_files
 from flashtile.lab.check.draw import PASSES
 from flashtile.lab.check.mutants import Hunt, hunt
 from flashtile.lab.check.report import Report, Settings
@@ -49,27 +49,9 @@ _NUM_SETS, _MIN_REUSE, _REUSE = 40, 10, 25
 _NUM_DECODE_SETS = 40  # each needs 4 to 5 kernels: more would take longer to compile than 10,000 problems to judge
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of the command line."""
-
-    problems: int | None = None
-    seconds: float | None = None
-    seed: int | None = None
-    backends: str | None = None
-    direction: str = "both"
-    kind: str = ""  # of problems: decode, float32 or packed alone; "" = any
-    device: str | None = None
-    jobs: int | None = None
-    case: str | None = None
-    mutate: str | None = None
-    out: Path | None = None
-    as_json: bool = False
-
-
-def only_kind(**are_asked: bool) -> str:
-    """Returns the one kind of problems that is asked for; "" = none."""
-    asked = [name for name, is_asked in are_asked.items() if is_asked]
+def _only_kind(options: Options) -> str:
+    """Returns the one kind of problems that is asked for: decode, float32 or packed; "" = any."""
+    asked = [name for name in ("decode", "float32", "packed") if getattr(options, f"is_{name}")]
     if len(asked) > 1:
         words = " and ".join(f"--{name}" for name in asked[1:])
         raise value_error(f"--{asked[0]}", f"it with {words}", "problems of one kind", "Drop one of them")
@@ -78,14 +60,15 @@ def only_kind(**are_asked: bool) -> str:
 
 def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     """Checks the options and returns the job, which returns the exit status."""
+    kind = _only_kind(options)
     if options.direction not in PASSES:
         raise value_error("--pass", repr(options.direction), ", ".join(PASSES))
     if options.case is not None:
-        _check_alone(options)
-    if options.kind == "decode" and options.direction == "backward":
+        _check_alone(options, kind)
+    if kind == "decode" and options.direction == "backward":
         raise value_error("--decode", "it with --pass backward", "forward passes", "Drop one of them")
-    if options.kind and options.mutate is not None:
-        raise value_error(f"--{options.kind}", "it with --mutate", "problems of one kind", "Drop one of them")
+    if kind and options.mutate is not None:
+        raise value_error(f"--{kind}", "it with --mutate", "problems of one kind", "Drop one of them")
     check_seconds("--seconds", options.seconds)
     check_count("--problems", options.problems, sys.maxsize)
     check_jobs(options.jobs)
@@ -100,8 +83,8 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         problems=options.problems if has_limit else _DEFAULT_PROBLEMS if options.mutate is None else _MUTANT_PROBLEMS,
         seconds=options.seconds,
         direction=options.direction,
-        kind=options.kind,
-        reuse=_reuse(options.problems if has_limit else _DEFAULT_PROBLEMS, options.kind)
+        kind=kind,
+        reuse=_reuse(options.problems if has_limit else _DEFAULT_PROBLEMS, kind)
         if any(backend.is_compiled for backend in backends)
         else 1,
         jobs=_num_workers(options, where),
@@ -110,7 +93,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     faults = None if options.mutate is None else _faults(options.mutate, device_arch())
     out = None if options.out is None else writable_folder(options.out)
     console = make_console(options.as_json)
-    console.print(line, highlight=False, soft_wrap=True)
+    say(console, line)
     command = Command(settings, console, options.as_json, out, dataclasses.asdict(facts.environment(where, arguments)))
     return partial(command.start, partial(command.check, trial) if faults is None else partial(command.hunt, faults))
 
@@ -129,8 +112,7 @@ class Command:
         try:
             return work()
         except BrokenProcessPool:
-            words = "Worker processes died. Pass --jobs 1, or fewer jobs if memory is short."
-            self.console.print(f"[red]{words}", highlight=False, soft_wrap=True)
+            say(self.console, "Worker processes died. Pass --jobs 1, or fewer jobs if memory is short.", "red")
         except OSError:
             raise  # a file that cannot be written
         except Exception:
@@ -143,7 +125,8 @@ class Command:
             report = check_trials([trial], self.settings)
         else:
             self.console.print(f"seed {self.settings.seed}", highlight=False)
-            with self._progress(self.settings.problems) as (progress, task):
+            with progress_bar(self.console) as progress:
+                task = progress.add_task("", total=self.settings.problems)
                 report = check(
                     self.settings, lambda what, done: progress.update(task, completed=done, description=what)
                 )
@@ -155,9 +138,7 @@ class Command:
             reasons = [f"{name}: {reason}" for name, found in report.refused.items() for reason in found]
             if report.is_time_over and not report.num_problems:
                 reasons.append("the time was over before a first problem was judged; pass a larger --seconds")
-            self.console.print(
-                "[red]Nothing was checked. " + escape("; ".join(reasons)), highlight=False, soft_wrap=True
-            )
+            say(self.console, "Nothing was checked. " + "; ".join(reasons), "red")
         is_whole = has_result and not report.is_interrupted
         name = f"check_{self.settings.kind}.json" if self.settings.kind else "check.json"
         self._keep(self._file(name), {"seed": self.settings.seed, **report.as_dict()}, is_whole)
@@ -169,7 +150,8 @@ class Command:
     def hunt(self, faults: Sequence[Mutation]) -> int:
         """Plants each fault and runs problems until one detects it."""
         hunts, is_interrupted, file = list[Hunt](), False, self._file("mutations.json")
-        with self._progress(len(faults)) as (progress, task):
+        with progress_bar(self.console) as progress:
+            task = progress.add_task("", total=len(faults))
             try:
                 for found in hunt(faults, self.settings):
                     hunts.append(found)
@@ -185,12 +167,11 @@ class Command:
         missed = [found.mutation.name for found in hunts if found.mutation not in seen | unfinished]
         unfinished.update(fault for fault in faults if fault not in {found.mutation for found in hunts})
         left = [fault.name for fault in faults if fault in unfinished]
-        self.console.print(
+        say(
+            self.console,
             f"{len(seen)} of {len(faults)} faults found"
             + (f"; missed: {', '.join(missed)}" if missed else "")
             + (f"; not finished: {', '.join(left)}" if left else ""),
-            highlight=False,
-            soft_wrap=True,
         )
         self._keep(file, self._hunted(hunts), not left)
         return INTERRUPTED if is_interrupted else FOUND if missed else NOTHING_CHECKED if left else 0
@@ -200,31 +181,22 @@ class Command:
 
     def _show_failures(self, report: Report) -> None:
         for failure in report.failures:
-            self.console.print(
-                f"[red]{escape(failure.backend)}: {escape('; '.join(failure.smallest_complaints))}",
-                highlight=False,
-                soft_wrap=True,
-            )
-            self.console.print(escape(f"  {failure.reproducer}"), highlight=False, soft_wrap=True)
+            say(self.console, f"{failure.backend}: {'; '.join(failure.smallest_complaints)}", "red")
+            say(self.console, f"  {failure.reproducer}")
         if report.num_deaths:
             words = "died (a crash, or out of memory); their problems were run again"
-            self.console.print(
-                f"[yellow]{report.num_deaths} worker processes {words}.", highlight=False, soft_wrap=True
-            )
+            say(self.console, f"{report.num_deaths} worker processes {words}.", "yellow")
         if report.lost:
-            self.console.print(
-                "[red]The GPU no longer works; run the last problem alone, or under compute-sanitizer.", highlight=False
-            )
+            say(self.console, "The GPU no longer works; run the last problem alone, or under compute-sanitizer.", "red")
 
     def _show_unfinished(self, report: Report) -> None:
         """Problems that a worker was killed at. One that always hangs is found by running it alone."""
         if report.unfinished:
             words = "was still running" if len(report.unfinished) == 1 else "were still running"
-            self.console.print(
-                f"[yellow]{len(report.unfinished)} of the problems {words} when the check ended:", highlight=False
-            )
+            text = f"{len(report.unfinished)} of the problems {words} when the check ended:"
+            say(self.console, text, "yellow")
         for case in report.unfinished[:_MAX_UNFINISHED]:
-            self.console.print(escape(f"  flashtile check --case '{case}'"), highlight=False, soft_wrap=True)
+            say(self.console, f"  flashtile check --case '{case}'")
 
     def _keep(self, file: ResultFile | None, content: dict[str, Any], is_whole: bool) -> None:
         """Prints and writes the result. What is not whole replaces no file that may be."""
@@ -235,31 +207,13 @@ class Command:
         file.write(self._text(content) + "\n")
         if is_whole:
             file.finish()
-        self.console.print(f"Written: {file.written}", highlight=False, markup=False, soft_wrap=True)
+        say_files(self.console, [file.written])
 
     def _file(self, name: str) -> ResultFile | None:
         return None if self.out is None else ResultFile(self.out / name)
 
     def _text(self, content: dict[str, Any]) -> str:
         return json.dumps({**content, "environment": self.environment}, indent=1)
-
-    def _progress(self, total: int | None) -> _Bar:
-        return _Bar(self.console, total)
-
-
-class _Bar:
-    """A progress bar with one task."""
-
-    def __init__(self, console: Console, total: int | None) -> None:
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-        self.progress, self.total = Progress(*columns, console=console, transient=True), total
-
-    def __enter__(self) -> tuple[Progress, Any]:
-        self.progress.start()
-        return self.progress, self.progress.add_task("", total=self.total)
-
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()
 
 
 def _backends(names: str | None, device: str, has_fault: bool) -> list[Backend]:
@@ -281,13 +235,13 @@ def _backends(names: str | None, device: str, has_fault: bool) -> list[Backend]:
     return [known[name] for name in chosen]
 
 
-def _check_alone(options: Options) -> None:
+def _check_alone(options: Options, kind: str) -> None:
     """A problem says its own seed and pass. What draws problems or plants faults would be ignored."""
     others = {
         "--problems": options.problems is not None,
         "--seed": options.seed is not None,
         "--pass": options.direction != "both",
-        f"--{options.kind}": bool(options.kind),
+        f"--{kind}": bool(kind),
         "--mutate": options.mutate is not None,
     }
     given = ", ".join(name for name, is_given in others.items() if is_given)

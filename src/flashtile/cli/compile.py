@@ -14,20 +14,19 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from flashtile.backends.base import device_arch
 from flashtile.cli.kernel_jobs import Job, covering_jobs, edge_jobs, embedded_jobs, head_dims, plain_jobs
 from flashtile.cli.limits import check_jobs
+from flashtile.cli.options import CompileOptions as Options
 from flashtile.errors import dtype_name, value_error
 from flashtile.lab.bench.files import writable_folder
-from flashtile.lab.bench.terminal import INTERRUPTED, make_console
+from flashtile.lab.bench.terminal import INTERRUPTED, make_console, progress_bar, say
 from flashtile.lab.dtypes import DTYPES as SPELLED
 from flashtile.lab.dtypes import dtype_key
 from flashtile.plans.arch import ARCHS, Arch, arch_named, known_names
@@ -131,7 +130,7 @@ def compile_job(job: Job) -> Result:
         return Result(job, 0, 0, 0, step.shared_bytes, 0, time.perf_counter() - start, (str(error),))
     used = compiled.resources(step.entry)
     spill_bytes, shared_bytes = (
-        used.spill_store_bytes + used.spill_load_bytes,
+        used.spill_bytes,
         step.shared_bytes + used.static_shared_bytes,
     )
     problems = list(compiled.warnings)
@@ -166,36 +165,25 @@ def compile_jobs(jobs: Sequence[Job], num_threads: int) -> Iterator[Result]:
 # The command
 
 
-@dataclass(frozen=True)
-class Options:
-    archs: Sequence[str] = ()
-    is_all: bool = False
-    dtypes: Sequence[str] = ()
-    head_dims: Sequence[int] = ()
-    as_json: bool = False
-    num_threads: int | None = None
-    embed: Path | None = None
-
-
 def prepare(options: Options) -> Callable[[], int]:
     """Checks the options. What it returns does the work and gives the exit status."""
     compiler = toolchain.find()
     compiled = [key for key, dtype in SPELLED.items() if dtype_name(dtype) in DTYPES]
-    dtypes = [dtype_name(SPELLED[dtype_key(name, keys=compiled)]) for name in options.dtypes]
+    dtypes = [dtype_name(SPELLED[dtype_key(name, keys=compiled)]) for name in options.dtype or ()]
     known_dims = head_dims()
     dims = []
-    for head_dim in options.head_dims:
+    for head_dim in options.head_dim or ():
         padded = next((known for known in known_dims if 0 < head_dim <= known), None)
         if padded is None:
             raise value_error("--head-dim", str(head_dim), f"1 to {known_dims[-1]}")
         dims.append(padded)
-    check_jobs(options.num_threads)
+    check_jobs(options.jobs)
     if options.embed is not None:
         cache.check_embedding()
         options = dataclasses.replace(options, embed=writable_folder(options.embed, "--embed"))
     skipped = []
-    if options.archs:
-        archs = _asked_archs(options.archs, compiler)
+    if options.arch:
+        archs = _asked_archs(options.arch, compiler)
     elif options.is_all:
         known = compiler.archs
         archs = [arch for arch in ARCHS.values() if arch.number in known]
@@ -216,10 +204,9 @@ def _run(jobs: Sequence[Job], skipped: Sequence[str], options: Options) -> int:
     console = make_console(options.as_json)
     for reason in skipped:
         console.print(f"skipped: {escape(reason)}", highlight=False)
-    num_threads = options.num_threads or os.cpu_count() or 1
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    num_threads = options.jobs or os.cpu_count() or 1
     results, start, is_interrupted = dict[Job, Result](), time.perf_counter(), False
-    with warnings.catch_warnings(), Progress(*columns, console=console, transient=True) as progress:
+    with warnings.catch_warnings(), progress_bar(console) as progress:
         warnings.showwarning = lambda text, *_: progress.console.print(f"[yellow]warning: {escape(str(text))}")
         task = progress.add_task("", total=len(jobs))
         try:
@@ -245,7 +232,7 @@ def _run(jobs: Sequence[Job], skipped: Sequence[str], options: Options) -> int:
     )
     for result in failed:
         for problem in result.problems:
-            console.print(f"[red]{escape(f'{result.job}: {problem}')}", highlight=False, soft_wrap=True)
+            say(console, f"{result.job}: {problem}", "red")
     if is_interrupted:
         console.print(f"Interrupted: {len(ordered)} of {len(jobs)} kernels are done.", highlight=False)
         return INTERRUPTED

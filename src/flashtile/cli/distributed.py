@@ -6,11 +6,12 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
 
+from flashtile.cli.options import RanksOptions, SimulateOptions
 from flashtile.distributed import exactness, simulate
 from flashtile.distributed.cost import LINKS, measured_device
 from flashtile.distributed.exactness import Exactness
@@ -26,32 +27,7 @@ _NAME = "distributed_simulation"
 _STYLES = {"ring": ("#D55E00", "o"), "ulysses": ("#0072B2", "D")}  # strategy -> colour, marker
 
 
-@dataclass(frozen=True)
-class Options:
-    ranks: str
-    rows: str
-    links: str
-    heads: int
-    heads_kv: int
-    head_dim: int
-    is_causal: bool
-    is_measured: bool
-    out: Path | None
-    as_json: bool
-
-
-@dataclass(frozen=True)
-class CheckOptions:
-    ranks: str
-    device: str
-    backend: str
-    seed: int
-    seconds: float | None
-    out: Path | None
-    as_json: bool
-
-
-def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
+def prepare(options: SimulateOptions, arguments: Sequence[str]) -> Callable[[], int]:
     ranks, rows = _numbers("--ranks", options.ranks), _numbers("--rows", options.rows)
     links = [name.strip() for name in options.links.split(",")]
     for name in links:
@@ -76,7 +52,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
             return 0
         device = measured_device("cuda", torch.bfloat16, options.head_dim, options.head_dim)
         sizes = (options.heads, options.heads_kv, options.head_dim)
-        points = simulate.sweep(ranks, rows, links, device, *sizes, options.is_causal)
+        points = simulate.sweep(ranks, rows, links, device, *sizes, not options.is_full)
         console.print(
             f"{device.name}: {device.forward_flops / 1e12:.0f} TFLOP/s forward, "
             f"{device.backward_flops / 1e12:.0f} backward; bfloat16, {options.heads} query heads, "
@@ -94,7 +70,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     return run
 
 
-def prepare_check(options: CheckOptions, arguments: Sequence[str]) -> Callable[[], int]:
+def prepare_check(options: RanksOptions, arguments: Sequence[str]) -> Callable[[], int]:
     """Exit status 1 if a result breaks the error rule."""
     ranks = _numbers("--ranks", options.ranks)
     for name, value, accepted in (
@@ -136,7 +112,7 @@ def prepare_check(options: CheckOptions, arguments: Sequence[str]) -> Callable[[
     return run
 
 
-def _exactness_table(found: Sequence[Exactness], options: CheckOptions) -> Table:
+def _exactness_table(found: Sequence[Exactness], options: RanksOptions) -> Table:
     """The largest error of all ways, by case and number of ranks."""
     sizes = list(dict.fromkeys(one.num_ranks for one in found))
     columns = ("yardstick", *(str(size) for size in sizes))
@@ -227,44 +203,40 @@ def redraw(path: Path) -> Path:
     return _draw(path, [Point(**{f.name: kinds[str(f.type)](row[f.name]) for f in fields(Point)}) for row in rows])
 
 
+@plots.drawing()
 def _draw(path: Path, points: Sequence[Point]) -> Path:
     """Overlap and time for each number of GPUs and tokens, a column of panels for each link."""
-    plots.require_matplotlib()
-    import matplotlib
-    from matplotlib.figure import Figure
-
     links = list(dict.fromkeys(point.link for point in points))
     sizes = sorted({(point.seqlen, point.num_ranks) for point in points})
     strategies = {name: _STYLES[name] for name in _STYLES if any(point.strategy == name for point in points)}
-    with matplotlib.rc_context(plots.look()):
-        figure = Figure(figsize=(4.2 * len(links), 6.8), layout="constrained")
-        panels = figure.subplots(2, len(links), squeeze=False, sharex=True, sharey="row")
-        for column, link in enumerate(links):
-            for index, (strategy, (colour, marker)) in enumerate(strategies.items()):
-                here = [point for point in points if point.link == link and point.strategy == strategy]
-                places = [sizes.index((point.seqlen, point.num_ranks)) + 0.36 * (index - 0.5) for point in here]
-                hidden, times = [100 * point.overlap for point in here], [1e3 * point.total_s for point in here]
-                bars = panels[0][column].bar(places, hidden, 0.34, color=colour, label=strategy)
-                panels[0][column].bar_label(bars, [f"{value:.0f}" for value in hidden], fontsize=8.5)
-                panels[1][column].plot(places, times, marker, color=colour, markersize=8)
-                for place, time in zip(places, times, strict=True):
-                    at = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center", "fontsize": 8.5}
-                    panels[1][column].annotate(number(time), (place, time), **at)
-            panels[0][column].set_title(link)
-            panels[1][column].set_yscale("log")
-            panels[1][column].margins(y=0.12)
-            panels[1][column].set_xticks(
-                range(len(sizes)), [f"{ranks:,} x\n{length // ranks:,}" for length, ranks in sizes], fontsize=9.5
-            )
-            panels[1][column].set_xlabel("GPUs x tokens of each")
-            for axes in panels[:, column]:
-                axes.grid(False, axis="x")
-        panels[0][0].set_ylabel("communication hidden (%)")
-        panels[0][0].set_ylim(0, 110)
-        panels[1][0].set_ylabel("forward + backward (ms)")
-        words = " and ".join(strategies)
-        title = f"Attention over GPUs by {words}, simulated from the measured speed of one NVIDIA H200"
-        figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
-        bars_, names = panels[0][0].get_legend_handles_labels()
-        figure.legend(bars_, names, loc="outside lower center", ncols=len(names))
-        return plots.save(figure, path, f"{_NAME}.png")
+    figure = plots.new_figure(4.2 * len(links), 6.8)
+    panels = figure.subplots(2, len(links), squeeze=False, sharex=True, sharey="row")
+    for column, link in enumerate(links):
+        for index, (strategy, (colour, marker)) in enumerate(strategies.items()):
+            here = [point for point in points if point.link == link and point.strategy == strategy]
+            places = [sizes.index((point.seqlen, point.num_ranks)) + 0.36 * (index - 0.5) for point in here]
+            hidden, times = [100 * point.overlap for point in here], [1e3 * point.total_s for point in here]
+            bars = panels[0][column].bar(places, hidden, 0.34, color=colour, label=strategy)
+            panels[0][column].bar_label(bars, [f"{value:.0f}" for value in hidden], fontsize=8.5)
+            panels[1][column].plot(places, times, marker, color=colour, markersize=8)
+            for place, time in zip(places, times, strict=True):
+                at = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center", "fontsize": 8.5}
+                panels[1][column].annotate(number(time), (place, time), **at)
+        panels[0][column].set_title(link)
+        panels[1][column].set_yscale("log")
+        panels[1][column].margins(y=0.12)
+        panels[1][column].set_xticks(
+            range(len(sizes)), [f"{ranks:,} x\n{length // ranks:,}" for length, ranks in sizes], fontsize=9.5
+        )
+        panels[1][column].set_xlabel("GPUs x tokens of each")
+        for axes in panels[:, column]:
+            axes.grid(False, axis="x")
+    panels[0][0].set_ylabel("communication hidden (%)")
+    panels[0][0].set_ylim(0, 110)
+    panels[1][0].set_ylabel("forward + backward (ms)")
+    words = " and ".join(strategies)
+    title = f"Attention over GPUs by {words}, simulated from the measured speed of one NVIDIA H200"
+    plots.add_title(figure, title)
+    bars_, names = panels[0][0].get_legend_handles_labels()
+    figure.legend(bars_, names, loc="outside lower center", ncols=len(names))
+    return plots.save(figure, path, f"{_NAME}.png")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from torch import Tensor
 import flashtile
 from flashtile import markup
 from flashtile.backends.registry import Explanation
+from flashtile.cli.options import ExplainOptions as Options
 from flashtile.errors import Unsupported, renamed, value_error
 from flashtile.lab.bench.files import writable_folder, write_whole
 from flashtile.lab.dtypes import DTYPES, dtype_key
@@ -31,39 +30,6 @@ _NAMES = {
     "dropout_p": "--dropout-p",
     "layout": "--layout",
 }
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of the command line. None leaves a choice to the function."""
-
-    batch: int = 1
-    heads: int = 16
-    heads_kv: int | None = None
-    seqlen_q: int = 4096
-    seqlen_k: int | None = None
-    head_dim: int = 128
-    head_dim_v: int | None = None
-    dtype: str = "bf16"
-    is_causal: bool = False
-    is_top_left: bool = False
-    window: str | None = None
-    mask: str | None = None
-    bias: str | None = None
-    softcap: float = 0.0
-    has_alibi: bool = False
-    has_sinks: bool = False
-    dropout_p: float = 0.0
-    is_varlen: bool = False
-    is_cache: bool = False
-    page_size: int | None = None
-    is_deterministic: bool = False
-    direction: str = "fwd"
-    layout: str | None = None
-    backend: str | None = None
-    gpu: str | None = None
-    as_json: bool = False
-    html: Path | None = None
 
 
 def prepare(options: Options) -> Callable[[], int]:

@@ -63,8 +63,6 @@ class Options:
     sharding: str
     seqlen_q: int
     seqlen_k: int
-    first_head: int
-    total_heads: int
     transport: str
 
 
@@ -284,6 +282,10 @@ def _options(q: Tensor, k: Tensor, v: Tensor, num_ranks: int, call: Call) -> Opt
         *(call.dropout_p, call.rng_state, call.deterministic, call.layout, call.backend),
         is_packed=call.cu_seqlens is not None,
     )
+    args = args._replace(
+        first_head=integer("first_head", call.first_head, "an integer >= 0"),
+        total_heads=0 if call.total_heads is None else integer("total_heads", call.total_heads, "an integer or None"),
+    )
     check_layout(call.layout)
     if call.sharding not in SHARDINGS:
         raise value_error("sharding", repr(call.sharding), " or ".join(map(repr, SHARDINGS)))
@@ -303,8 +305,6 @@ def _options(q: Tensor, k: Tensor, v: Tensor, num_ranks: int, call: Call) -> Opt
         sharding=call.sharding,
         seqlen_q=total_q,
         seqlen_k=_length("seqlen_k", call.seqlen_k, total_q if is_same else k.shape[row] * num_ranks),
-        first_head=integer("first_head", call.first_head, "an integer >= 0"),
-        total_heads=0 if call.total_heads is None else integer("total_heads", call.total_heads, "an integer or None"),
         transport=call.transport,
     )
     _check(options)
@@ -349,8 +349,8 @@ def _check(given: Options) -> None:
         if any(size not in (1, whole) for size, whole in zip(tensor.shape, full, strict=True)):
             raise value_error(name, tensor, f"(batch, heads, this rank's rows, all keys) = {full}, each of them or 1")
     validate(_as_local_call(given))
-    if given.total_heads and given.first_head + heads > given.total_heads:
-        got = f"{given.total_heads} with first_head {given.first_head} and {heads} heads"
+    if args.total_heads and args.first_head + heads > args.total_heads:
+        got = f"{args.total_heads} with first_head {args.first_head} and {heads} heads"
         raise value_error("total_heads", got, "at least first_head + heads")
 
 
@@ -361,32 +361,18 @@ def _as_local_call(given: Options) -> AttentionArgs:
     if given.cu_seqlens is not None:
         tensors = {name: tensor[None] for name, tensor in tensors.items()}
     scores = {name: tensor[..., :1] for name in ("bias", "mask") if (tensor := getattr(args, name)) is not None}
-    return args._replace(**tensors, **scores, first_head=given.first_head, total_heads=given.total_heads)
+    return args._replace(**tensors, **scores)
+
+
+# Arguments of an operator that are those of the call
+_OF_RING = tuple(name for name in ring.RingArgs._fields if name in AttentionArgs._fields)
+_OF_EXCHANGE = tuple(name for name in ulysses.Exchange._fields if name in AttentionArgs._fields and name != "layout")
 
 
 def _ring(given: Options, group: Any, merged: int, timeout: float | None) -> tuple[Tensor, Tensor]:
-    args = given.args
     values = ring.RingArgs(
-        q=args.q,
-        k=args.k,
-        v=args.v,
-        bias=args.bias,
-        mask=args.mask,
-        alibi_slopes=args.alibi_slopes,
-        sinks=args.sinks,
-        rng_state=args.rng_state,
+        **{name: getattr(given.args, name) for name in _OF_RING},
         cu_seqlens=given.cu_seqlens,
-        scale=args.scale,
-        causal=args.causal,
-        window_left=args.window_left,
-        window_right=args.window_right,
-        softcap=args.softcap,
-        dropout_p=args.dropout_p,
-        first_head=given.first_head,
-        total_heads=given.total_heads,
-        deterministic=args.deterministic,
-        layout=args.layout,
-        backend=args.backend,
         group=group.group_name,
         sharding=given.sharding,
         seqlen_q=given.seqlen_q,
@@ -426,16 +412,7 @@ def _exchanged(
             num_shards=num_shards,
             timeout=limit,
             cu_seqlens=given.cu_seqlens,
-            scale=args.scale,
-            causal=args.causal,
-            window_left=args.window_left,
-            window_right=args.window_right,
-            softcap=args.softcap,
-            dropout_p=args.dropout_p,
-            first_head=given.first_head,
-            total_heads=given.total_heads,
-            deterministic=args.deterministic,
-            backend=args.backend,
+            **{name: getattr(args, name) for name in _OF_EXCHANGE},
             function="ulysses_attention",
         )
         result: Tensor = op(tensor, *values)
@@ -450,11 +427,14 @@ def _exchanged(
     own = ulysses.head_range(heads, 1, size, rank)
     slopes = None if args.alibi_slopes is None else args.alibi_slopes[..., own.start : own.stop]
     sinks = None if args.sinks is None else args.sinks[own.start : own.stop]
-    exchanged = replace(
-        given,
-        args=args._replace(q=q, k=k, v=v, alibi_slopes=slopes, sinks=sinks),
-        first_head=given.first_head + own.start,
-        total_heads=given.total_heads or heads,
+    exchanged = args._replace(
+        q=q,
+        k=k,
+        v=v,
+        alibi_slopes=slopes,
+        sinks=sinks,
+        first_head=args.first_head + own.start,
+        total_heads=args.total_heads or heads,
     )
 
     def back(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -463,14 +443,14 @@ def _exchanged(
             lse = exchange(lse[..., None], heads, 1, given.seqlen_q, "bhsd", to_rows)[..., 0]
         return out, lse
 
-    return exchanged, back
+    return replace(given, args=exchanged), back
 
 
 def _ulysses(
     given: Options, group: Any, first: int, num_shards: int, timeout: float | None, wants_lse: bool
 ) -> tuple[Tensor, Tensor]:
     exchanged, back = _exchanged(given, group, first, num_shards, timeout_of(timeout), wants_lse)
-    args = exchanged.args._replace(first_head=exchanged.first_head, total_heads=exchanged.total_heads)
+    args = exchanged.args
     if exchanged.cu_seqlens is not None:
         cu_seqlens = exchanged.cu_seqlens.to(args.q.device)
         args = args._replace(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)

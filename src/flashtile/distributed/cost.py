@@ -27,6 +27,7 @@ from flashtile.families import speeds
 from flashtile.plans.arch import MEASURED_ARCH
 from flashtile.problem import AttentionArgs, Problem, head_axis
 
+_NOT_EXCHANGED = "a mask or a bias is not exchanged"
 PASSES = {"forward": 1.0, "backward": 2.5}  # products of matrices, relative to the forward pass
 
 
@@ -238,6 +239,16 @@ def estimate_ulysses(work: Work, size: int, device: Device, link: Link) -> Estim
     return Estimate("ulysses", compute, messages, compute + messages, int(sent), int((of_q + of_k) * 2))
 
 
+def estimates_of(
+    work: Work, size: int, device: Device, link: Link, has_scores: bool = False
+) -> tuple[list[Estimate], dict[str, str]]:
+    """The strategies of a group that take the work, the ring first, and why the others do not. `has_scores`: a mask or
+    a bias."""
+    ring, reason = estimate_ring(work, size, device, link), ulysses.refusal(work.heads, work.heads_kv, size)
+    reason = reason or (_NOT_EXCHANGED if has_scores else None)
+    return ([ring], {"ulysses": reason}) if reason else ([ring, estimate_ulysses(work, size, device, link)], {})
+
+
 def estimate_both(work: Work, shape: tuple[int, int], device: Device, link: Link) -> Estimate:
     """A ring of shape[0] over heads exchanged among shape[1]."""
     ring_size, head_size = shape
@@ -397,20 +408,12 @@ def compare(given: Any, shape: tuple[int, int], link: str | Link | None, strateg
     size = shape[0] * shape[1]
     own_link = named_link(link, given.args, size)
     has_scores = given.args.bias is not None or given.args.mask is not None
-    refusals, estimates = {}, []
     if strategy == "both":
-        reason = ulysses.refusal(work.heads, work.heads_kv, shape[1])
-        if reason is None and not has_scores:
-            estimates.append(estimate_both(work, shape, device, own_link))
-        else:
-            refusals["both"] = reason or "a mask or a bias is not exchanged"
-        return ContextExplanation(shape, device, own_link, tuple(estimates), refusals, "none" if refusals else "both")
-    estimates.append(estimate_ring(work, size, device, own_link))
-    reason = ulysses.refusal(work.heads, work.heads_kv, size)
-    if reason is None and not has_scores:
-        estimates.append(estimate_ulysses(work, size, device, own_link))
+        reason = ulysses.refusal(work.heads, work.heads_kv, shape[1]) or (_NOT_EXCHANGED if has_scores else None)
+        estimates = [] if reason else [estimate_both(work, shape, device, own_link)]
+        refusals = {"both": reason} if reason else {}
     else:
-        refusals["ulysses"] = reason or "a mask or a bias is not exchanged"
+        estimates, refusals = estimates_of(work, size, device, own_link, has_scores)
     best = min(estimates, key=lambda one: one.total_s).strategy if strategy == "auto" else strategy
     taken = "none" if best in refusals else best
     return ContextExplanation(shape, device, own_link, tuple(estimates), refusals, taken)
@@ -439,9 +442,7 @@ def _choice(*values: Any) -> str:
 def _faster(*values: Any) -> str:
     *numbers, device_type, dtype, size = values
     work = Work(*numbers)
-    if ulysses.refusal(work.heads, work.heads_kv, size) is not None:
-        return "ring"
     device = measured_device("cpu" if device_type == "cpu" else "cuda", dtype, work.head_dim, work.head_dim_v)
     link = default_link(device_type, size)
-    ring, heads = (estimate(work, size, device, link) for estimate in (estimate_ring, estimate_ulysses))
-    return min((ring, heads), key=lambda one: one.total_s).strategy
+    estimates, _ = estimates_of(work, size, device, link)
+    return min(estimates, key=lambda one: one.total_s).strategy

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, get_type_hints
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch import Tensor
 from flashtile import ops
 from flashtile.distributed.pieces import Band, Piece, needed, pieces
 from flashtile.distributed.sharding import Ranges, Shards, coalesced, local_rows, num_rows, take
-from flashtile.distributed.transport import Channel, Mark, untraced
+from flashtile.distributed.transport import Channel, Mark, define_operator, library, schema
 from flashtile.errors import unsupported, value_error
 from flashtile.problem import AttentionArgs, head_axis, lse_dtype, row_axis, softmax_scale
 
@@ -64,17 +64,6 @@ class RingArgs(NamedTuple):
     timeout: float
 
 
-_TYPES: dict[object, str] = {
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    int: "SymInt",
-    float: "float",
-    float | None: "float?",
-    bool | None: "bool?",
-    str: "str",
-    str | None: "str?",
-}
-_SCHEMA = ", ".join(f"{_TYPES[hint]} {name}" for name, hint in get_type_hints(RingArgs).items())
 # Room for keys. Those of step t + 1 go where those of step t - 2 were: with one slot less the message and the kernel of
 # step t would become ready together, and the kernel would take the GPU first
 _SLOTS = 3
@@ -166,7 +155,7 @@ class _Pass:
         kernels."""
         if self.is_gathered:
             return
-        others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        others = self.channel.peers()
         most = max((num_rows(self.wanted(self.rank, other)) for other in others), default=0)
         self.slots = [self.buffer(most) for _ in others[:_SLOTS]]
         if self.channel.stream is not None:
@@ -642,19 +631,14 @@ def _backward_fake(dout: Tensor, dlse: Tensor | None, *values: Any) -> tuple[Ten
 
 
 _GRADS = "Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks"
-_library = torch.library.Library("flashtile", "FRAGMENT")
-_library.define(f"ring_forward({_SCHEMA}) -> (Tensor out, Tensor lse)", tags=(torch.Tag.pt2_compliant_tag,))
-_library.define(
-    f"ring_backward(Tensor dout, Tensor? dlse, {_SCHEMA}, Tensor out, Tensor lse, bool[] needs) -> ({_GRADS})",
-    tags=(torch.Tag.pt2_compliant_tag,),
+_SCHEMA = schema(RingArgs)
+forward_op = define_operator("ring_forward", f"({_SCHEMA}) -> (Tensor out, Tensor lse)", _forward_kernel, _forward_fake)
+backward_op = define_operator(
+    "ring_backward",
+    f"(Tensor dout, Tensor? dlse, {_SCHEMA}, Tensor out, Tensor lse, bool[] needs) -> ({_GRADS})",
+    _backward_kernel,
+    _backward_fake,
 )
-for _device in ("CPU", "CUDA"):
-    _library.impl("ring_forward", untraced(_forward_kernel), _device)
-    _library.impl("ring_backward", untraced(_backward_kernel), _device)
-torch.library.register_fake("flashtile::ring_forward", _forward_fake, lib=_library)
-torch.library.register_fake("flashtile::ring_backward", _backward_fake, lib=_library)
-forward_op = torch.ops.flashtile.ring_forward.default
-backward_op = torch.ops.flashtile.ring_backward.default
 
 _DIFFERENTIABLE = [RingArgs._fields.index(name) for name in ("q", "k", "v", "bias", "sinks")]
 
@@ -681,5 +665,5 @@ def _no_second_derivative(ctx: Any, *grads: Tensor | None) -> NoReturn:
     raise unsupported("q", "a second derivative of ring attention", "first derivatives", "Use ulysses_attention")
 
 
-torch.library.register_autograd("flashtile::ring_forward", _gradients, setup_context=_setup, lib=_library)
-torch.library.register_autograd("flashtile::ring_backward", _no_second_derivative, lib=_library)
+torch.library.register_autograd(forward_op, _gradients, setup_context=_setup, lib=library)
+torch.library.register_autograd(backward_op, _no_second_derivative, lib=library)

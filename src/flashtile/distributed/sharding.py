@@ -86,6 +86,14 @@ def local_rows(held: Ranges, wanted: Ranges) -> list[range]:
     return found
 
 
+def put(whole: Tensor, rows: Iterable[range], part: Tensor, axis: int) -> None:
+    """Writes the rows of a part, one behind the other, to these rows of the whole."""
+    first = 0
+    for target in rows:
+        whole.narrow(axis, target.start, len(target)).copy_(part.narrow(axis, first, len(target)))
+        first += len(target)
+
+
 def take(tensor: Tensor, rows: list[range], axis: int) -> Tensor:
     """These rows of a tensor; a view where they are one range."""
     parts = [tensor.narrow(axis, part.start, len(part)) for part in rows]

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashtile import ops
-from flashtile.distributed import ulysses
 from flashtile.distributed.attention import ring_attention
 from flashtile.distributed.cost import (
     LINKS,
@@ -24,8 +23,7 @@ from flashtile.distributed.cost import (
     Estimate,
     Link,
     Work,
-    estimate_ring,
-    estimate_ulysses,
+    estimates_of,
     ring_steps,
     ring_times,
 )
@@ -59,9 +57,7 @@ def work(seqlen: int, heads: int, heads_kv: int, head_dim: int, is_causal: bool 
 
 def predict(one: Work, num_ranks: int, link: Link, device: Device) -> list[Point]:
     """Every strategy that takes the problem."""
-    estimates = [estimate_ring(one, num_ranks, device, link)]
-    if ulysses.refusal(one.heads, one.heads_kv, num_ranks) is None:
-        estimates.append(estimate_ulysses(one, num_ranks, device, link))
+    estimates, _ = estimates_of(one, num_ranks, device, link)
     return [_point(one, num_ranks, link, estimate) for estimate in estimates]
 
 

@@ -15,7 +15,7 @@ import json
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -32,10 +32,6 @@ Mark = Any  # an event of a stream; None on a CPU
 
 # Of a name, which operators take in place of a group
 _resolve_process_group: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-
-
-# For kernels of operators: torch.compile may not look into them
-untraced: Any = torch._disable_dynamo  # type: ignore[attr-defined]
 
 
 class PeerError(RuntimeError):
@@ -56,6 +52,10 @@ class Channel:
         if device.type == "cuda" and not self.is_staged:
             _warm_up(self.group, device)
 
+    def peers(self) -> list[int]:
+        """The other ranks, the next one first."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
     def check_same(self, options: dict[str, Any]) -> None:
         """Under FLASHTILE_CHECK=1: raises on all ranks if one of them has another value."""
         if not is_checking() or self.size == 1:
@@ -70,8 +70,7 @@ class Channel:
     def _gathered(self, value: Any) -> list[Any]:
         """The values of all ranks, by rank."""
         own = torch.frombuffer(bytearray(json.dumps(value), "utf-8"), dtype=torch.uint8).to(self.device)
-        peers = [rank for rank in range(self.size) if rank != self.rank]
-        lengths = self._swapped(own.new_tensor([own.numel()], dtype=torch.int64), dict.fromkeys(peers, 1))
+        lengths = self._swapped(own.new_tensor([own.numel()], dtype=torch.int64), dict.fromkeys(self.peers(), 1))
         texts = self._swapped(own, {peer: int(length) for peer, length in lengths.items()}) | {self.rank: own}
         return [json.loads(bytes(texts[rank].tolist())) for rank in range(self.size)]
 
@@ -333,3 +332,32 @@ def _own_timeout(group: Any) -> float:
 def group_size_and_rank(group_name: str) -> tuple[int, int]:
     group = _resolve_process_group(group_name)
     return dist.get_world_size(group), dist.get_rank(group)
+
+
+# Operators
+
+library = torch.library.Library("flashtile", "FRAGMENT")
+_TYPES: dict[object, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    int: "SymInt",
+    float: "float",
+    float | None: "float?",
+    bool | None: "bool?",
+    str: "str",
+    str | None: "str?",
+}
+
+
+def schema(arguments: type) -> str:
+    """Returns the arguments of an operator that are the fields of a class."""
+    return ", ".join(f"{_TYPES[hint]} {name}" for name, hint in get_type_hints(arguments).items())
+
+
+def define_operator(name: str, schema: str, kernel: Any, fake: Any) -> Any:
+    """Defines an operator that sends messages; torch.compile does not look into its kernel."""
+    library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    for device in ("CPU", "CUDA"):
+        library.impl(name, torch._disable_dynamo(kernel), device)  # type: ignore[attr-defined]
+    torch.library.register_fake(f"flashtile::{name}", fake, lib=library)
+    return getattr(torch.ops.flashtile, name).default

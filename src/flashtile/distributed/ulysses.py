@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.distributed.sharding import Ranges, Shards, local_rows, num_rows, take
-from flashtile.distributed.transport import Channel, group_size_and_rank, untraced
+from flashtile.distributed.sharding import Ranges, Shards, local_rows, num_rows, put, take
+from flashtile.distributed.transport import Channel, define_operator, group_size_and_rank, library, schema
 from flashtile.errors import value_error
 from flashtile.problem import head_axis, is_checking, row_axis
 
@@ -60,14 +60,6 @@ class Exchange(NamedTuple):
     function: str
 
 
-_SCHEMA = (
-    "SymInt heads, SymInt group_heads, str layout, str group, str sharding, SymInt seqlen, SymInt first, "
-    "SymInt num_shards, float timeout, Tensor? cu_seqlens, float? scale, str causal, SymInt window_left, "
-    "SymInt window_right, float softcap, float dropout_p, SymInt first_head, SymInt total_heads, bool? deterministic, "
-    "str? backend, str function"
-)
-
-
 def _check_same(channel: Channel, args: Exchange | _Gathering, x: Tensor, row: int) -> None:
     """Ranks may differ in their rows and in how long they wait."""
     if not is_checking():  # nor does the host wait for values of a tensor
@@ -93,9 +85,6 @@ class _Plan:
         self.all_rows: Ranges = shards.union(range(args.first, args.first + self.size))
         self.heads = [head_range(args.heads, args.group_heads, self.size, rank) for rank in range(self.size)]
 
-    def peers(self) -> list[int]:
-        return [(self.rank + step) % self.size for step in range(1, self.size)]
-
     def shape(self, like: Tensor, heads: int, rows: int) -> list[int]:
         shape = list(like.shape)
         shape[self.head], shape[self.row] = heads, rows
@@ -120,23 +109,18 @@ def _to_heads(x: Tensor, *values: Any) -> Tensor:
     def heads_for(rank: int) -> Tensor:
         return x.narrow(plan.head, plan.heads[rank].start, len(plan.heads[rank]))
 
-    sends = [(peer, heads_for(peer).contiguous()) for peer in plan.peers()]
+    sends = [(peer, heads_for(peer).contiguous()) for peer in plan.channel.peers()]
     num_heads = len(plan.heads[plan.rank])
-    receives = [(peer, x.new_empty(plan.shape(x, num_heads, num_rows(plan.ranges[peer])))) for peer in plan.peers()]
+    receives = [
+        (peer, x.new_empty(plan.shape(x, num_heads, num_rows(plan.ranges[peer])))) for peer in plan.channel.peers()
+    ]
     pending = plan.channel.post(sends, receives)
     whole = x.new_empty(plan.shape(x, num_heads, num_rows(plan.all_rows)))
-    _put_rows(plan, whole, plan.rank, heads_for(plan.rank))
+    put(whole, plan.places(plan.rank), heads_for(plan.rank), plan.row)
     pending.wait()
     for peer, part in receives:
-        _put_rows(plan, whole, peer, part)
+        put(whole, plan.places(peer), part, plan.row)
     return whole
-
-
-def _put_rows(plan: _Plan, whole: Tensor, rank: int, part: Tensor) -> None:
-    first = 0
-    for rows in plan.places(rank):
-        whole.narrow(plan.row, rows.start, len(rows)).copy_(part.narrow(plan.row, first, len(rows)))
-        first += len(rows)
 
 
 def _to_rows(y: Tensor, *values: Any) -> Tensor:
@@ -145,9 +129,9 @@ def _to_rows(y: Tensor, *values: Any) -> Tensor:
     def rows_of(rank: int) -> Tensor:
         return take(y, plan.places(rank), plan.row)
 
-    sends = [(peer, rows_of(peer).contiguous()) for peer in plan.peers()]
+    sends = [(peer, rows_of(peer).contiguous()) for peer in plan.channel.peers()]
     own_rows = num_rows(plan.ranges[plan.rank])
-    received = {peer: y.new_empty(plan.shape(y, len(plan.heads[peer]), own_rows)) for peer in plan.peers()}
+    received = {peer: y.new_empty(plan.shape(y, len(plan.heads[peer]), own_rows)) for peer in plan.channel.peers()}
     pending = plan.channel.post(sends, list(received.items()))
     received[plan.rank] = rows_of(plan.rank)
     is_shared = sum(map(len, plan.heads)) > plan.args.heads
@@ -201,9 +185,6 @@ class _Gathering(NamedTuple):
         return [local_rows(all_rows, ranges) for ranges in held]
 
 
-_GATHERING = "str group, str sharding, SymInt seqlen, SymInt first, SymInt num_shards, SymInt merged, float timeout"
-
-
 def _gather_rows(rows: Tensor, *values: Any) -> Tensor:
     """(rows, ...) of all ranks in the order of the sequence."""
     args = _Gathering(*values)
@@ -212,15 +193,11 @@ def _gather_rows(rows: Tensor, *values: Any) -> Tensor:
     rows = rows.contiguous()
     _check_same(channel, args, rows, 0)
     _check_own(rows, places[channel.rank], channel.rank)
-    peers = [(channel.rank + step) % channel.size for step in range(1, channel.size)]
-    received = {peer: rows.new_empty((sum(map(len, places[peer])), *rows.shape[1:])) for peer in peers}
-    channel.post([(peer, rows) for peer in peers], list(received.items())).wait()
+    received = {peer: rows.new_empty((sum(map(len, places[peer])), *rows.shape[1:])) for peer in channel.peers()}
+    channel.post([(peer, rows) for peer in channel.peers()], list(received.items())).wait()
     whole = rows.new_empty((sum(len(part) for own in places for part in own), *rows.shape[1:]))
     for rank, part in (received | {channel.rank: rows}).items():
-        start = 0
-        for target in places[rank]:
-            whole[target.start : target.stop] = part[start : start + len(target)]
-            start += len(target)
+        put(whole, places[rank], part, 0)
     return whole
 
 
@@ -230,10 +207,9 @@ def _scatter_rows(grad: Tensor, *values: Any) -> Tensor:
     places = args.places()
     channel = Channel(args.group, grad.device, args.timeout, "unshard (backward)")
     _check_same(channel, args, grad, 0)
-    peers = [(channel.rank + step) % channel.size for step in range(1, channel.size)]
     own = take(grad, places[channel.rank], 0).contiguous()
-    received = {peer: torch.empty_like(own) for peer in peers}
-    sends = [(peer, take(grad, places[peer], 0).contiguous()) for peer in peers]
+    received = {peer: torch.empty_like(own) for peer in channel.peers()}
+    sends = [(peer, take(grad, places[peer], 0).contiguous()) for peer in channel.peers()]
     channel.post(sends, list(received.items())).wait()
     received[channel.rank] = own
     total = torch.zeros_like(own)
@@ -262,21 +238,15 @@ def _check_own(rows: Tensor, places: list[range], rank: int) -> None:
 
 # The operators: two pairs, each the gradient of the other
 
-_library = torch.library.Library("flashtile", "FRAGMENT")
+
+def _define(name: str, arguments: type, kernel: Any, fake: Any) -> Any:
+    return define_operator(name, f"(Tensor x, {schema(arguments)}) -> Tensor", kernel, fake)
 
 
-def _define(name: str, kernel: Any, schema: str, fake: Any) -> Any:
-    _library.define(f"{name}(Tensor x, {schema}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-    for device in ("CPU", "CUDA"):
-        _library.impl(name, untraced(kernel), device)
-    torch.library.register_fake(f"flashtile::{name}", fake, lib=_library)
-    return getattr(torch.ops.flashtile, name).default
-
-
-rows_to_heads = _define("rows_to_heads", _to_heads, _SCHEMA, _fake(True))
-heads_to_rows = _define("heads_to_rows", _to_rows, _SCHEMA, _fake(False))
-gather_rows = _define("gather_rows", _gather_rows, _GATHERING, _gathering_fake(True))
-scatter_rows = _define("scatter_rows", _scatter_rows, _GATHERING, _gathering_fake(False))
+rows_to_heads = _define("rows_to_heads", Exchange, _to_heads, _fake(True))
+heads_to_rows = _define("heads_to_rows", Exchange, _to_rows, _fake(False))
+gather_rows = _define("gather_rows", _Gathering, _gather_rows, _gathering_fake(True))
+scatter_rows = _define("scatter_rows", _Gathering, _scatter_rows, _gathering_fake(False))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -293,7 +263,7 @@ def _register(op: Any, reverse: Any, setup: Any) -> None:
     def gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return reverse(grad.contiguous(), *ctx.options), *([None] * len(ctx.options))
 
-    torch.library.register_autograd(op, gradient, setup_context=setup, lib=_library)
+    torch.library.register_autograd(op, gradient, setup_context=setup, lib=library)
 
 
 for _one, _other, _saves in ((rows_to_heads, heads_to_rows, _setup_exchange), (gather_rows, scatter_rows, _setup)):

@@ -38,6 +38,10 @@ class Resources:
     stack_bytes: int
     static_shared_bytes: int
 
+    @property
+    def spill_bytes(self) -> int:
+        return self.spill_store_bytes + self.spill_load_bytes
+
 
 @dataclass(frozen=True)
 class Compiled:

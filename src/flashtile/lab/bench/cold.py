@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from flashtile.lab.bench.device import child_environment
 from flashtile.lab.bench.points import Point
 from flashtile.lab.bench.providers import Provider, by_name, missing
 from flashtile.lab.bench.rows import ColdRow, Environment
@@ -75,7 +76,7 @@ def in_child(provider: str, point: Point, device: str, cache_folder: str) -> dic
     command = [sys.executable, "-c", _CHILD, request]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=CHILD_LIMIT_S, env={**os.environ, **variables}
+            command, capture_output=True, text=True, timeout=CHILD_LIMIT_S, env=child_environment(variables)
         )
     except subprocess.TimeoutExpired:
         return {"status": "slow", "reason": f"the child process took over {CHILD_LIMIT_S} s"}

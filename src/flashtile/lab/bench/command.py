@@ -7,7 +7,7 @@ import math
 import random
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,9 @@ from flashtile.lab.bench.providers import (
 )
 from flashtile.lab.bench.rows import ColdRow, OverheadRow, Row, Writer, as_dict, read
 from flashtile.lab.bench.sweep import Settings, Sweep
-from flashtile.lab.bench.terminal import INTERRUPTED, make_console, progress_bar, say_files, say_remark, show
+from flashtile.lab.bench.terminal import INTERRUPTED, collect, make_console, say, say_files, say_remark, show
 from flashtile.lab.dtypes import dtype_key
+from flashtile.lab.options import BenchOptions as Options
 
 _DEFAULT_BUDGET_S = {"cpu": 0.4, "cuda": 0.08}
 _DEFAULT_CALL_LIMIT_S = {"cpu": 5.0, "cuda": 2.0}
@@ -74,44 +75,14 @@ _SWEEP_ONLY = {  # options that a grid does not accept
 }
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of the command line. None selects the default of the sweep or the device."""
-
-    grid: str | None = None
-    is_full: bool = False
-    seqlens: str | None = None
-    dtype: str | None = None
-    batch: int = 1
-    heads: int = 1
-    heads_kv: int | None = None
-    head_dim: int = 64
-    is_causal: bool = False
-    direction: str | None = None
-    backends: str | None = None
-    device: str | None = None
-    out: Path | None = None
-    as_json: bool = False
-    use_graph: bool = False
-    seconds: float | None = None
-    call_limit: float | None = None
-    compile_limit: float | None = None
-    has_overhead: bool = False
-    has_cold: bool = False
-    calls: str | None = None
-    protocol: str | None = None
-    seed: int | None = None
-    points: int | None = None
-    first: int | None = None
-    regret: int | None = None
-
-
 # Options that random calls take
 _OF_RANDOM_CALLS = ("grid", "regret", "seed", "points", "first", "calls", "backends", "device", "out", "as_json")
 
 
 def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     """Checks the options and returns the job, which returns the exit status. Errors in options are raised here."""
+    if options.compare is not None:
+        return _prepare_compare(*options.compare, options)
     console = make_console(options.as_json)
     for name, seconds in (
         ("--seconds", options.seconds),
@@ -146,7 +117,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     folder = writable_folder(options.out or device.own_results(where))
     env = device.environment(where, arguments)
-    console.print(line, highlight=False, soft_wrap=True)
+    say(console, line)
     if options.has_overhead or options.has_cold:
         return partial(_host_runs, options, plan.points[0], providers, where, env, folder, console)
     settings = Settings(
@@ -206,18 +177,18 @@ def _compile_limit(options: Options, where: str) -> float:
 
 def run_sweep(sweep: Sweep, folder: Path, console: Console, as_json: bool = False) -> int:
     """Writes rows as they are measured. After an interrupt the results so far are drawn and shown."""
-    rows, is_interrupted = list[Row](), False
-    writer, load = Writer(folder / f"{sweep.plan.stem}.csv", Row), Load(sweep.settings.device)
+    is_interrupted, load = False, Load(sweep.settings.device)
+    writer = Writer(folder / f"{sweep.plan.stem}.csv", Row)
+
+    def measured(say: Callable[[str], None]) -> Iterator[list[Row]]:
+        return sweep.rows(lambda point, name: say(_describe(point, name)))
+
     try:
-        with writer, progress_bar(console) as progress:
-            task = progress.add_task("", total=len(sweep.plan.points))
-            for found in sweep.rows(lambda point, name: progress.update(task, description=_describe(point, name))):
-                writer.add(found)
-                rows += found
-                progress.advance(task)
+        with writer:
+            collect(console, len(sweep.plan.points), measured, writer.add)
     except KeyboardInterrupt:
         is_interrupted = True
-    remark = " ".join(filter(None, (load.remark(), sweep.settings.probe.complaint)))
+    rows, remark = writer.rows, " ".join(filter(None, (load.remark(), sweep.settings.probe.complaint)))
     for table in _summary(rows):
         show(console, table)
     if rows:
@@ -231,8 +202,7 @@ def run_sweep(sweep: Sweep, folder: Path, console: Console, as_json: bool = Fals
     if is_interrupted:
         console.print(f"Interrupted: {len(rows)} rows were kept.", highlight=False)
     closing = "" if is_interrupted else tables.closing_line(rows)
-    if closing:
-        console.print(closing, style="bold", highlight=False, markup=False, soft_wrap=True)
+    say(console, closing, "bold")
     if as_json:
         ratios = [vars(one) for one in compare.ratios(rows)]
         payload = {"rows": [as_dict(row) for row in rows], "ratios": ratios, "remark": remark, "closing": closing}
@@ -271,39 +241,19 @@ def _host_runs(
     written, payload, load = list[Path](), dict[str, Any](), Load(where)
     try:
         if options.has_overhead:
-            found = list[OverheadRow]()
             limits = overhead.Limits(options.seconds, _compile_limit(options, where))
-            writer = Writer(folder / f"overhead_{point.dtype}.csv", OverheadRow)
-            with writer, progress_bar(console) as progress:
-                task = progress.add_task("", total=len(overhead.COLUMNS))
-                for some in overhead.rows(
-                    providers,
-                    point,
-                    where,
-                    env,
-                    lambda name: progress.update(task, description=name),
-                    limits,
-                ):
-                    writer.add(some)
-                    found += some
-                    progress.advance(task)
+            with Writer(folder / f"overhead_{point.dtype}.csv", OverheadRow) as writer:
+                measured = partial(overhead.rows, providers, point, where, env, limits=limits)
+                collect(console, len(overhead.COLUMNS), measured, writer.add)
             written.append(writer.written)
-            show(console, tables.overhead_table(found))
-            payload["overhead"] = [as_dict(row) for row in found]
+            show(console, tables.overhead_table(writer.rows))
+            payload["overhead"] = [as_dict(row) for row in writer.rows]
         if options.has_cold:
-            cold_rows = list[ColdRow]()
-            cold_writer = Writer(folder / f"cold_{point.dtype}.csv", ColdRow)
-            with cold_writer, progress_bar(console) as progress:
-                task = progress.add_task("", total=len(providers))
-                for some_cold in cold.rows(
-                    providers, point, where, env, lambda name: progress.update(task, description=name)
-                ):
-                    cold_writer.add(some_cold)
-                    cold_rows += some_cold
-                    progress.advance(task)
+            with Writer(folder / f"cold_{point.dtype}.csv", ColdRow) as cold_writer:
+                collect(console, len(providers), partial(cold.rows, providers, point, where, env), cold_writer.add)
             written.append(cold_writer.written)
-            show(console, tables.cold_table(cold_rows))
-            payload["cold"] = [as_dict(row) for row in cold_rows]
+            show(console, tables.cold_table(cold_writer.rows))
+            payload["cold"] = [as_dict(row) for row in cold_writer.rows]
     except KeyboardInterrupt:
         console.print("Interrupted: the rows measured so far were kept in a file named _unfinished.", highlight=False)
         return INTERRUPTED
@@ -315,16 +265,18 @@ def _host_runs(
     return 0
 
 
-def prepare_compare(first: Path, second: Path, out: Path | None, as_json: bool) -> Callable[[], int]:
+def _prepare_compare(first: Path, second: Path, options: Options) -> Callable[[], int]:
     """The job that shows the ratios of two runs and writes them to the folder of the second."""
+    if replace(options, compare=None, out=None, as_json=False) != Options():
+        raise value_error("--compare", "options of a sweep beside it", "--out and --json", "Drop the others")
     before, after = read(first, Row), read(second, Row)
     found = compare.changes(before, after)
     if not found:
         raise value_error("--compare", "two runs without a common accurate row", "two CSVs of the same sweep")
     devices = sorted({row.env.device for row in (*before, *after)})
     protocols = sorted({row.protocol or protocol.ROUNDS for row in (*before, *after) if row.is_ok})
-    path = writable_folder(out or second.parent) / f"compare_{first.stem}_{second.stem}.csv"
-    return partial(_compare, found, devices, protocols, path, as_json)
+    path = writable_folder(options.out or second.parent) / f"compare_{first.stem}_{second.stem}.csv"
+    return partial(_compare, found, devices, protocols, path, options.as_json)
 
 
 def _compare(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from flashtile.lab.bench import files, join
 from flashtile.lab.bench.points import Point
-from flashtile.lab.bench.rows import Row
+from flashtile.lab.bench.rows import Row, shared_fields
 
 _OF_TORCH = ("sdpa", "torch-")  # names of the providers that are torch's own kernels begin with one of these
 
@@ -28,6 +28,18 @@ class Ratio:
     geometric_mean: float
     lowest: float
     highest: float
+
+
+def pairs(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Pairs of timed providers to compare: each of our backends with each baseline, or where none of ours ran each
+    baseline with `sdpa`."""
+    ours = list(dict.fromkeys(row.provider for row in rows if not row.is_baseline))
+    names = list(dict.fromkeys(row.provider for row in rows))
+    return (
+        [(one, peer) for one in ours for peer in names if peer not in ours]
+        if ours
+        else [(one, "sdpa") for one in names if one != "sdpa"]
+    )
 
 
 def ratios(rows: Sequence[Row]) -> list[Ratio]:
@@ -108,17 +120,8 @@ def changes(before: Sequence[Row], after: Sequence[Row]) -> list[Change]:
         old = known.get(key)
         if old is None or old.median_ms is None or row.median_ms is None:
             continue
-        point = row.point
-        shape = {field.name: getattr(point, field.name) for field in fields(Change) if hasattr(point, field.name)}
-        found.append(
-            Change(
-                row.provider,
-                **shape,
-                before_ms=old.median_ms,
-                after_ms=row.median_ms,
-                speedup=old.median_ms / row.median_ms,
-            )
-        )
+        shape, speedup = shared_fields(Change, row), old.median_ms / row.median_ms
+        found.append(Change(**shape, before_ms=old.median_ms, after_ms=row.median_ms, speedup=speedup))
     return found
 
 

@@ -9,7 +9,7 @@ import platform
 import re
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from flashtile.lab.bench.rows import Environment
 from flashtile.lab.defaults import RESULTS
 from flashtile.version import __version__
 
+_PACKAGE_FOLDER = Path(__file__).resolve().parents[3]  # the folder that `import flashtile` needs
 _FALLBACK_CACHE_BYTES = 32 * 2**20
 
 
@@ -131,6 +132,12 @@ def command_line(arguments: Sequence[str], program: str = "flashtile") -> str:
         return option + equals + (Path(value).name if is_path else value)
 
     return " ".join([program, *map(shlex.quote, map(portable, arguments))])
+
+
+def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of a child process that imports this package, with these variables set."""
+    path = os.pathsep.join(filter(None, (str(_PACKAGE_FOLDER), os.environ.get("PYTHONPATH"))))
+    return os.environ | variables | {"PYTHONPATH": path}
 
 
 def _version(package: str) -> str:

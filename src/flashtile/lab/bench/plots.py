@@ -9,14 +9,16 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from flashtile.errors import Unsupported, unsupported
 from flashtile.lab.bench import files, join, ratio_colours
-from flashtile.lab.bench.compare import speedups
+from flashtile.lab.bench.compare import pairs, speedups
+from flashtile.lab.bench.points import DIRECTIONS
 from flashtile.lab.bench.rows import Row
 from flashtile.lab.bench.tables import DEFAULT_BACKENDS, measured_labels, serving_label
 
@@ -51,13 +53,14 @@ _STYLES: dict[str, tuple[str, str, str]] = {  # provider -> colour, line, marker
     "flashinfer": (_SKY, ":", "."),
 }
 _PAGE_MARKERS = {"1": "v", "16": "o", "64": "s", "256": "D"}  # by the rows of a page
-_PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 
 Value = Callable[[Row], "float | None"]
 End = tuple[float, float, str, str, bool]  # y, x, label, colour, is emphasised
 
 
-def require_matplotlib() -> None:
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Gives figures our look, as a context or a decorator; refuses where there is no matplotlib."""
     if find_spec("matplotlib") is None:
         raise unsupported(
             "plots",
@@ -65,26 +68,37 @@ def require_matplotlib() -> None:
             "an installed one",
             "The CSV needs none; pip install 'flashtile[bench]' draws the figures",
         )
-
-
-def draw(csv_path: Path, rows: Sequence[Row]) -> list[Path]:
-    """Draw every figure of a run beside its CSV and return their paths."""
-    require_matplotlib()
     import matplotlib
 
     with matplotlib.rc_context(look()):
-        timed = [row for row in rows if row.is_ok]
-        if not timed:
-            raise Unsupported("plots: no row was measured; there is nothing to draw. The reasons stand in the CSV.")
-        if timed[0].sweep == "decode":
-            plain, serving = [row for row in timed if not row.option], [row for row in timed if row.option]
-            drawn = _grid_figures(csv_path, plain) if plain else []
-            return [*drawn, _serving_figure(csv_path, serving)] if serving else drawn
-        if timed[0].option or timed[0].sweep == "float32":
-            return []  # such a grid is a table
-        if timed[0].sweep == "Lsweep":
-            return _length_figures(csv_path, timed)
-        return _grid_figures(csv_path, timed)
+        yield
+
+
+def new_figure(width: float, height: float) -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def add_title(figure: Any, text: str, **font: Any) -> None:
+    figure.suptitle(text, x=0.01, ha="left", fontweight="bold", **font)
+
+
+@drawing()
+def draw(csv_path: Path, rows: Sequence[Row]) -> list[Path]:
+    """Draw every figure of a run beside its CSV and return their paths."""
+    timed = [row for row in rows if row.is_ok]
+    if not timed:
+        raise Unsupported("plots: no row was measured; there is nothing to draw. The reasons stand in the CSV.")
+    if timed[0].sweep == "decode":
+        plain, serving = [row for row in timed if not row.option], [row for row in timed if row.option]
+        drawn = _grid_figures(csv_path, plain) if plain else []
+        return [*drawn, _serving_figure(csv_path, serving)] if serving else drawn
+    if timed[0].option or timed[0].sweep == "float32":
+        return []  # such a grid is a table
+    if timed[0].sweep == "Lsweep":
+        return _length_figures(csv_path, timed)
+    return _grid_figures(csv_path, timed)
 
 
 def style(provider: str) -> tuple[str, str, str]:
@@ -115,7 +129,7 @@ def _length_figures(csv_path: Path, rows: Sequence[Row]) -> list[Path]:
     heads = f"H={first.heads}" if first.heads == first.heads_kv else f"H={first.heads}/{first.heads_kv}"
     problem = (
         f"B={first.batch} {heads} d={first.head_dim} {first.dtype}{' causal' if first.is_causal else ''}, "
-        f"{_PASSES[first.direction]}"
+        f"{DIRECTIONS[first.direction]}"
     )
     suffix = "_" + csv_path.stem.removeprefix("sdpa_Lsweep_")
     suffix = suffix.replace("_B1_H1_d64_fp32", "", 1)
@@ -130,11 +144,9 @@ def _length_figures(csv_path: Path, rows: Sequence[Row]) -> list[Path]:
         ),
         ("throughput", f"Throughput ({prefix}FLOP/s)", "higher is better", lambda row: (row.tflops or 0.0) * factor),
     ]
-    from matplotlib.figure import Figure
-
     written = []
     for what, label, note, value in figures:
-        figure = Figure(figsize=(9.0, 5.0), layout="constrained")
+        figure = new_figure(9.0, 5.0)
         axes = figure.add_subplot()
         ends = _lines(axes, rows, value, has_band=what == "latency", is_linear=what == "throughput")
         axes.set_ylabel(label)
@@ -296,39 +308,35 @@ def _stem(csv_path: Path, rows: Sequence[Row]) -> str:
 
 def _small_multiples(csv_path: Path, rows: Sequence[Row], head_dim: int) -> Path:
     """Throughput over the sequence length for one head_dim: a row of panels for each pass, a column for each mask."""
-    from matplotlib.figure import Figure
-
     here = [row for row in rows if row.head_dim == head_dim]
     passes, masks = list(dict.fromkeys(row.direction for row in here)), sorted({row.is_causal for row in here})
-    figure = Figure(figsize=(6.2 * len(masks), 3.9 * len(passes) + 0.6), layout="constrained")
+    figure = new_figure(6.2 * len(masks), 3.9 * len(passes) + 0.6)
     panels = figure.subplots(len(passes), len(masks), squeeze=False, sharey="row")
     ends: list[tuple[Any, list[End]]] = []
     for panel_row, direction in zip(panels, passes, strict=True):
         for axes, is_causal in zip(panel_row, masks, strict=True):
             own = [row for row in here if row.direction == direction and row.is_causal == is_causal]
             ends.append((axes, _lines(axes, own, lambda row: row.tflops, is_linear=True)))
-            axes.set_title(f"{_PASSES[direction]}, {'causal' if is_causal else 'full'}", loc="left")
+            axes.set_title(f"{DIRECTIONS[direction]}, {'causal' if is_causal else 'full'}", loc="left")
             axes.set_xlabel("Sequence length S")
         panel_row[0].set_ylabel("Throughput (TFLOP/s)")
     for axes, own_ends in ends:
         label_ends(axes, own_ends)
     first = here[0]
-    figure.suptitle(
+    add_title(
+        figure,
         f"Attention, {first.dtype}, d={head_dim}, H={first.heads}, {first.batch * first.seqlen_k} tokens; "
         f"{first.env.device}, torch {first.env.torch}; higher is better",
-        x=0.01, ha="left", fontweight="bold",
-    )  # fmt: skip
+    )
     return save(figure, csv_path, f"{_stem(csv_path, rows)}_d{head_dim}.png")
 
 
 def _decode_figure(csv_path: Path, rows: Sequence[Row]) -> Path:
     """Bandwidth over the number of keys, one panel for each batch size."""
-    from matplotlib.figure import Figure
-
     batches = sorted({row.batch for row in rows})
     columns = min(2, len(batches))
     lines = -(-len(batches) // columns)
-    figure = Figure(figsize=(6.2 * columns, 3.6 * lines + 0.6), layout="constrained")
+    figure = new_figure(6.2 * columns, 3.6 * lines + 0.6)
     panels = figure.subplots(lines, columns, squeeze=False, sharey=True).flatten()
     ends: list[tuple[Any, list[End]]] = []
     for axes, batch in zip(panels, batches, strict=False):
@@ -346,20 +354,18 @@ def _decode_figure(csv_path: Path, rows: Sequence[Row]) -> Path:
     problem = f"H={first.heads}/{first.heads_kv} d={first.head_dim} {first.dtype}"
     where = f"{first.env.device}, torch {first.env.torch}"
     title = f"Decoding, one query per sequence: {problem}; {where}; higher is better"
-    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    add_title(figure, title)
     return save(figure, csv_path, f"{_stem(csv_path, rows)}.png")
 
 
 def _serving_figure(csv_path: Path, rows: Sequence[Row]) -> Path:
     """Bars for each call over a cache: bandwidth beside that of a copy, throughput of chunks of prompts. Marks on the
     bars are the same calls over a cache in pages."""
-    from matplotlib.figure import Figure
-
     chunks = [row for row in rows if row.option.startswith("chunk")]
     parts = [("Bandwidth (GB/s)", [row for row in rows if row not in chunks]), ("Throughput (TFLOP/s)", chunks)]
     parts = [(label, some) for label, some in parts if some]
     heights = [len({_call(row) for row in some}) for _, some in parts]
-    figure = Figure(figsize=(9.5, 2.1 + 0.48 * sum(heights)), layout="constrained")
+    figure = new_figure(9.5, 2.1 + 0.48 * sum(heights))
     panels = figure.subplots(len(parts), 1, squeeze=False, height_ratios=heights).flatten()
     shown: dict[str, Any] = {}
     for axes, (label, some) in zip(panels, parts, strict=True):
@@ -374,7 +380,7 @@ def _serving_figure(csv_path: Path, rows: Sequence[Row]) -> Path:
     problem = f"H={first.heads}/{first.heads_kv} d={first.head_dim} {first.dtype}"
     title = f"Serving: {problem}; {first.env.device}, torch {first.env.torch}; higher is better"
     note = f"B sequences, queries x keys of each; H{first.heads}: a key head for each query head"
-    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    add_title(figure, title)
     panels[0].set_title(note, loc="left", fontsize=9.5, color="#555555")
     return save(figure, csv_path, f"{csv_path.stem.removeprefix('sdpa_')}_serving.png")
 
@@ -418,26 +424,16 @@ def _heat_maps(csv_path: Path, rows: Sequence[Row]) -> Path | None:
     import numpy as np
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, Normalize
-    from matplotlib.figure import Figure
 
     names = measured_labels(rows)
-    ours = list(dict.fromkeys(row.provider for row in rows if not row.is_baseline))
-    pairs = (
-        [(one, peer) for one in ours for peer in names if peer not in ours]
-        if ours
-        else [(one, "sdpa") for one in names if one != "sdpa"]
-    )
-    tables = {pair: found for pair in pairs if (found := speedups(rows, *pair))}
+    tables = {pair: found for pair in pairs(rows) if (found := speedups(rows, *pair))}
     if not tables:
         return None
     lengths = sorted({row.seqlen_k for row in rows})
     kinds = list(dict.fromkeys(_heat_line(row) for row in rows))
     lines = -(-len(tables) // 4)
     columns = -(-len(tables) // lines)
-    figure = Figure(
-        figsize=(2.4 + (0.6 + 0.52 * len(lengths)) * columns, 1.1 + (0.9 + 0.32 * len(kinds)) * lines),
-        layout="constrained",
-    )
+    figure = new_figure(2.4 + (0.6 + 0.52 * len(lengths)) * columns, 1.1 + (0.9 + 0.32 * len(kinds)) * lines)
     panels = figure.subplots(lines, columns, squeeze=False).flatten()
     norm = Normalize(-1.0, 1.0)
     colours = LinearSegmentedColormap.from_list(
@@ -472,7 +468,7 @@ def _heat_maps(csv_path: Path, rows: Sequence[Row]) -> Path | None:
     first = rows[0]
     run = f"{first.dtype}; {first.env.device}, torch {first.env.torch}"
     title = f"Speed ratio: above 1, in orange, the first is faster\n{run}"
-    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    add_title(figure, title)
     return save(figure, csv_path, f"{_stem(csv_path, rows)}_ratios.png")
 
 

@@ -12,7 +12,7 @@ from flashtile.errors import value_error
 from flashtile.lab.bench.options import OPTIONS, PAGE_SIZES, PLAIN, TINY_ROW, Extras, Option, make_extras, shapes
 from flashtile.lab.dtypes import DTYPES
 
-DIRECTIONS = ("fwd", "bwd", "fwd+bwd")
+DIRECTIONS = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}  # and their names in figures
 FAST_SEQLENS = (512, 1024, 1536, 2048)
 FULL_SEQLENS = (*FAST_SEQLENS, 4096, 8192, 16384)
 GRIDS = ("paper", "decode", "options", "float32", "cpu", "wild")

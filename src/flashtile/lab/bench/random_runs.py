@@ -183,7 +183,7 @@ def _report(
     alarms = job.alarms(rows)
     for line in alarms:
         console.print(line, style="red", highlight=False, markup=False, soft_wrap=True)
-    if writer.num_rows:
+    if writer.rows:
         say_files(console, [writer.written])
     say_remark(console, remark)
     if stopped and job.selection.is_part:

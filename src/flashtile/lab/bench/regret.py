@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from flashtile import families
 from flashtile.backends import registry
-from flashtile.kernels import assemble, families
+from flashtile.families import assemble
 from flashtile.lab.bench import compare, join, protocol, tables
 from flashtile.lab.bench.calls import KINDS, Call, FirstSequence, make_inputs
 from flashtile.lab.bench.points import Inputs, Point

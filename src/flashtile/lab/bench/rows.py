@@ -91,8 +91,7 @@ class Row:
 
     @property
     def point(self) -> Point:
-        names = {field.name for field in dataclasses.fields(Point)} - {"has_growing_keys", "lengths"}
-        return Point(**{name: getattr(self, name) for name in names})
+        return Point(**shared_fields(Point, self))
 
 
 @dataclass(frozen=True)
@@ -150,6 +149,13 @@ _LATER_COLUMNS: dict[str, Any] = {
     "tensor_percent": None,
 }
 
+
+def shared_fields(kind: type[Any], source: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass that the source, another one, has too, with its values."""
+    own = {field.name for field in dataclasses.fields(source)}
+    return {field.name: getattr(source, field.name) for field in dataclasses.fields(kind) if field.name in own}
+
+
 AnyRow = TypeVar("AnyRow")  # a frozen dataclass as above: numbers, strings and `env`
 
 
@@ -173,7 +179,7 @@ class Writer(Generic[AnyRow]):
     def __init__(self, path: Path, kind: type[AnyRow]):
         self.path = path
         self.written = files.create_unfinished(path)  # where the rows are
-        self.num_rows = 0
+        self.rows: list[AnyRow] = []  # what was written
         self._file = self.written.open("w", newline="", encoding="utf-8")
         self._writer = csv.DictWriter(self._file, columns(kind), lineterminator="\n")
         self._writer.writeheader()
@@ -182,7 +188,7 @@ class Writer(Generic[AnyRow]):
     def add(self, rows: Iterable[AnyRow]) -> None:
         for row in rows:
             self._writer.writerow({name: _to_text(value) for name, value in as_dict(row).items()})
-            self.num_rows += 1
+            self.rows.append(row)
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -196,7 +202,7 @@ class Writer(Generic[AnyRow]):
         if kind is None:
             os.replace(self.written, self.path)
             self.written = self.path
-        elif not self.num_rows:
+        elif not self.rows:
             self.written.unlink()
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from flashtile.lab.bench import memory, nvml, protocol, timing
 from flashtile.lab.bench.accuracy import Check, Verdict
-from flashtile.lab.bench.device import free_bytes
+from flashtile.lab.bench.device import cache_bytes, free_bytes
 from flashtile.lab.bench.points import Inputs, Plan, Point
 from flashtile.lab.bench.providers import Attend, Provider, missing
-from flashtile.lab.bench.rows import Environment, Row
+from flashtile.lab.bench.rows import Environment, Row, shared_fields
 from flashtile.lab.bench.timing import Contender, Thunk
 
 MAX_COPIES = 256
@@ -43,6 +43,11 @@ class Settings:
     seed: int = 0  # of the order in which providers take turns
     protocols: tuple[protocol.Protocol, ...] = ()  # none: plain rounds
     probe: nvml.Probe = field(default_factory=nvml.Probe)
+
+
+def gpu_settings(budget_s: float = 0.08) -> Settings:
+    """Returns the limits of a run of fixed problems on the GPU."""
+    return Settings("cuda", cache_bytes("cuda"), budget_s, call_limit_s=6.0, compile_limit_s=150.0)
 
 
 @dataclass(frozen=True)
@@ -287,8 +292,7 @@ class Sweep:
             reason=reason,
             seed=self.settings.seed,
         )
-        shape = {entry.name: getattr(point, entry.name) for entry in fields(Row) if hasattr(point, entry.name)}
-        return Row(**empty, **shape, env=self.env)
+        return Row(**empty, **shared_fields(Row, point), env=self.env)
 
 
 def _columns(contender: Contender) -> dict[str, Any]:

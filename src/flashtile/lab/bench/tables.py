@@ -52,6 +52,17 @@ def number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
+def known(value: float | None) -> str:
+    """A number, or nothing where there is none."""
+    return "" if value is None else number(value)
+
+
+def percent(part: float, whole: float = 1.0) -> str:
+    """Two digits of a share as a percentage."""
+    found = 100 * part / whole
+    return f"{found:.0f} %" if found >= 9.5 else f"{found:.2g} %"
+
+
 _CELLS: dict[str, tuple[str, Callable[[Row], float | None]]] = {
     "latency": ("Median time, ms", lambda row: row.median_ms),
     "throughput": ("TFLOP/s", lambda row: row.tflops),
@@ -162,10 +173,7 @@ def float32_table(rows: Sequence[Row]) -> Table:
                 number(ours.tflops) if ours and ours.tflops else "",
                 _speed(peer, ours),
                 _speed(ours, high),
-                *(
-                    "" if row is None or row.relative_error is None else number(row.relative_error)
-                    for row in (ours, peer, high)
-                ),
+                *(known(row.relative_error if row else None) for row in (ours, peer, high)),
             )
         )
     peers = ", ".join(dict.fromkeys(row.provider for row in rows if row.is_baseline)) or "no peer"
@@ -377,12 +385,9 @@ def cold_table(rows: Sequence[ColdRow]) -> Table:
             names[row.provider],
             row.cache,
             row.status,
-            *(
-                "" if value is None else number(value)
-                for value in (row.import_torch_s, row.import_flashtile_s, row.start_device_s)
-            ),
-            *("" if value is None else number(value) for value in (row.first_call_s, row.second_call_s)),
-            "" if row.resident_bytes is None else number(row.resident_bytes / 2**20),
+            *map(known, (row.import_torch_s, row.import_flashtile_s, row.start_device_s)),
+            *map(known, (row.first_call_s, row.second_call_s)),
+            known(row.resident_bytes and row.resident_bytes / 2**20),
         )
         for row in rows
     )

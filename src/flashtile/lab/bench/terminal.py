@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -16,6 +16,7 @@ from flashtile.lab.bench import tables
 INTERRUPTED = 130  # the exit status after ^C
 _FILE_WIDTH = 200
 _TEXT_COLUMNS = ("reason", "what it does")
+T = TypeVar("T")
 
 
 def make_console(as_json: bool) -> Console:
@@ -24,13 +25,23 @@ def make_console(as_json: bool) -> Console:
     return console if console.is_terminal else Console(stderr=as_json, width=_FILE_WIDTH)
 
 
-@contextmanager
-def progress_bar(console: Console) -> Iterator[Progress]:
-    """Shows a bar that vanishes at the end. Hides what rich says in notebooks about widgets."""
+def progress_bar(console: Console) -> Progress:
+    """Returns a bar that vanishes at the end."""
     columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with warnings.catch_warnings(), Progress(*columns, console=console, transient=True) as progress:
+    return Progress(*columns, console=console, transient=True)
+
+
+def collect(
+    console: Console, total: int, steps: Callable[[Callable[[str], None]], Iterable[T]], take: Callable[[T], object]
+) -> None:
+    """Takes what each of `total` steps yields, under a bar. `steps` gets the function that shows what goes on. Hides
+    what rich says in notebooks about widgets."""
+    with warnings.catch_warnings(), progress_bar(console) as progress:
         warnings.simplefilter("ignore", UserWarning)
-        yield progress
+        task = progress.add_task("", total=total)
+        for found in steps(lambda text: progress.update(task, description=text)):
+            take(found)
+            progress.advance(task)
 
 
 def show(console: Console, table: tables.Table) -> None:
@@ -48,12 +59,16 @@ def show(console: Console, table: tables.Table) -> None:
     console.print()
 
 
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Prints a text as it is, in one line that is never wrapped, so that it can be copied. Nothing if it is empty."""
+    if text:
+        console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
 def say_files(console: Console, written: Sequence[Path]) -> None:
-    """Prints the paths in one line that is never wrapped, so that they can be copied."""
-    console.print("Written: " + ", ".join(str(path) for path in written), highlight=False, markup=False, soft_wrap=True)
+    say(console, "Written: " + ", ".join(str(path) for path in written))
 
 
 def say_remark(console: Console, remark: str) -> None:
     """Says why the times are not to be trusted, if they are not."""
-    if remark:
-        console.print(remark, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    say(console, remark, "yellow")

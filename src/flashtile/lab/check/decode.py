@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from flashtile.lab.check.draw import MAX_SCORES, Drawer, Options, shrink_to
+from flashtile.lab.check.draw import LEFT, MAX_SCORES, Drawer, Options, shrink_to
 from flashtile.lab.check.trial import Trial
 from flashtile.problem import LAYOUTS
 from flashtile.testing import Case
@@ -77,19 +77,15 @@ class DecodeDrawer(Drawer):
         }
         shrink_to(sizes, MAX_SCORES[self.device])
         _shrink_keys(sizes, plain.head_dim + plain.head_dim_v)
-        causal, has_left, has_right = options.band
-        scale = (-1 if options.is_scale_negative else 1) * pick.uniform(0.1, 2) / plain.head_dim**0.5
+        scale = self.scale(options)
         changes: dict[str, Any] = {
             **sizes,
             "page_size": pick.choice(_PAGE_SIZES[self.pages] or (max(1, sizes["seqlen_k"]),)),
             "has_junk_pages": plain.kind in ("cache", "paged") and self.chance(0.8),
-            "causal": causal,
-            "window": (
-                pick.choice((0, 3, 17, 64, 100, 513)) if has_left else -1,
-                pick.choice((0, 5, 33)) if has_right else -1,
-            ),
+            "causal": options.band[0],
+            "window": self.window(options, (*LEFT, 513)),
             "scale": None if self.chance(0.8) and not options.is_scale_negative else scale,
-            "softcap": pick.choice((2.0, 15.0, 30.0)) if options.has_softcap else 0.0,
+            "softcap": self.softcap(options),
             "has_max_lengths": self.chance(0.5),
             "num_splits": pick.choice((0, 0, 0, 0, 1, pick.randint(2, 9))),
             "values": pick.choice(("normal", "normal", "normal", *self.values(options))),

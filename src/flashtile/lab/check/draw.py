@@ -22,6 +22,7 @@ PASSES = ("forward", "backward", "both")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _KINDS = ("dense", "dense", "dense", "varlen", "varlen", "used", "padded", "paged", "cache")
 _HEAD_DIMS = (16, 32, 40, 64, 64, 80, 96, 128, 128, 160, 192, 256)
+LEFT = (0, 3, 17, 64, 100)  # keys that a window shows to the left
 _PAGE_SIZES = (1, 7, 16, 16, 32, 64)
 # Elements of the score matrices of a problem: what the fp64 oracle can do in a few milliseconds
 MAX_SCORES = {"cpu": 1 << 16, "cuda": 1 << 20}
@@ -165,18 +166,13 @@ class Drawer:
         elif shape < 0.22:
             sizes |= self.crowd(options.group)
         shrink_to(sizes, MAX_SCORES[self.device])
-        causal, has_left, has_right = options.band
-        # Logits of a few units: with larger ones a handful of rows is too small a sample to judge a factor of two by
-        scale = (-1 if options.is_scale_negative else 1) * pick.uniform(0.1, 2) / plain.head_dim**0.5
+        scale = self.scale(options)
         changes: dict[str, Any] = {
             **sizes,
-            "causal": causal,
-            "window": (
-                pick.choice((0, 3, 17, 64, 100)) if has_left else -1,
-                pick.choice((0, 5, 33)) if has_right else -1,
-            ),
+            "causal": options.band[0],
+            "window": self.window(options),
             "scale": None if self.chance(0.7) and not options.is_scale_negative else scale,
-            "softcap": pick.choice((2.0, 15.0, 30.0)) if options.has_softcap else 0.0,
+            "softcap": self.softcap(options),
             "dropout_p": pick.choice((0.1, 0.2, 0.5)) if options.has_dropout else 0.0,
             "has_max_lengths": self.chance(0.5),
             # Left to the backend, problems as small as these would be split until no block has a second tile
@@ -205,6 +201,17 @@ class Drawer:
             # A part of a larger problem
             changes["origin"] = (seed % 1000, seed % 500 * 8, seed % 11, changes["heads"] + seed % 5)
         return Trial(dataclasses.replace(plain, **changes), seed, options.has_backward)
+
+    def scale(self, options: Options) -> float:
+        # Logits of a few units: with larger ones a handful of rows is too small a sample to judge a factor of two by
+        return (-1 if options.is_scale_negative else 1) * self.pick.uniform(0.1, 2) / options.plain.head_dim**0.5
+
+    def window(self, options: Options, left: Sequence[int] = LEFT) -> tuple[int, int]:
+        _, has_left, has_right = options.band
+        return self.pick.choice(left) if has_left else -1, self.pick.choice((0, 5, 33)) if has_right else -1
+
+    def softcap(self, options: Options) -> float:
+        return self.pick.choice((2.0, 15.0, 30.0)) if options.has_softcap else 0.0
 
     def values(self, options: Options) -> list[str]:
         """The kinds of values that mean something under these options."""

@@ -102,16 +102,12 @@ class Float32Drawer(Drawer):
             "seqlen_k": pick.choice((self.length(), pick.randint(1, 600))),
         }
         shrink_to(sizes, _MAX_SCORES)
-        causal, has_left, has_right = options.band
         changes: dict[str, Any] = {
             **sizes,
-            "causal": causal,
-            "window": (
-                pick.choice((0, 3, 17, 64, 100)) if has_left else -1,
-                pick.choice((0, 5, 33)) if has_right else -1,
-            ),
-            "scale": None if self.chance(0.7) else pick.uniform(0.1, 2) / plain.head_dim**0.5,
-            "softcap": pick.choice((2.0, 15.0, 30.0)) if options.has_softcap else 0.0,
+            "causal": options.band[0],
+            "window": self.window(options),
+            "scale": None if self.chance(0.7) else self.scale(options),
+            "softcap": self.softcap(options),
             "dropout_p": pick.choice((0.1, 0.2, 0.5)) if options.has_dropout else 0.0,
             "has_max_lengths": True,
             "num_splits": pick.choice((0, 0, 1, pick.randint(2, 5))),

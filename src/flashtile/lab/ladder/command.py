@@ -19,35 +19,19 @@ from flashtile.lab.bench.files import writable_folder
 from flashtile.lab.bench.load import Load
 from flashtile.lab.bench.points import Plan, Point
 from flashtile.lab.bench.rows import Environment, Row, Writer, as_dict
-from flashtile.lab.bench.sweep import Settings, Sweep
-from flashtile.lab.bench.terminal import INTERRUPTED, make_console, progress_bar, say_files, say_remark, show
-from flashtile.lab.defaults import LADDER_HEAD_DIM
+from flashtile.lab.bench.sweep import Sweep, gpu_settings
+from flashtile.lab.bench.terminal import INTERRUPTED, collect, make_console, say, say_files, say_remark, show
 from flashtile.lab.ladder import counters, figures, launcher, measure, probe, rungs, tables
 from flashtile.lab.ladder.rows import Counters, HbmRow, RungRow
 from flashtile.lab.ladder.rungs import Rung, Variables
+from flashtile.lab.options import LadderOptions as Options
 from flashtile.lab.profile import ceilings, gpu, ncu
 from flashtile.lab.profile.ncu import Call
 from flashtile.plans.arch import ARCHS, Arch
 from flashtile.runtime import toolchain
 
-_BUDGET_S, _CALL_LIMIT_S, _COMPILE_LIMIT_S = 0.08, 6.0, 150.0
 _DEFAULT_ARCH = 90
 _HBM_SEQLENS = (512, 1024, 2048, 4096, 8192)
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of the command line."""
-
-    is_list: bool = False
-    only: str | None = None
-    dtype: str | None = None  # None: that of the rungs, fp32 before bf16
-    is_causal: bool | None = None  # None = both
-    has_profile: bool = False
-    arch: str | None = None  # only with --list
-    out: Path | None = None
-    as_json: bool = False
-    head_dim: int = LADDER_HEAD_DIM
 
 
 def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
@@ -81,7 +65,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda rung: launcher.compile_rung(rung, options.head_dim, arch, variables), fitting))
     for text in (line, *refusals):
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        say(console, text)
     return Run(options, variables, fitting, folder, device.environment(where, arguments), console).start
 
 
@@ -119,19 +103,21 @@ class Run:
         try:
             return self._all()
         except probe.KernelFault as fault:
-            self.console.print(str(fault), style="red", highlight=False, markup=False, soft_wrap=True)
+            say(self.console, str(fault), "red")
             return 1
         except KeyboardInterrupt:
-            self._say("Interrupted: the rows measured so far were kept in a file named _unfinished.")
+            say(self.console, "Interrupted: the rows measured so far were kept in a file named _unfinished.")
             return INTERRUPTED
 
     def _all(self) -> int:
         self._check()
         roofs = ceilings.measure()
-        self._say(
-            f"Measured ceilings: {roofs.fma_tflops:.1f} TFLOP/s of FMA, {roofs.tensor_tflops:.0f} of tensor cores, "
-            f"{roofs.dram_gb_per_s:.0f} GB/s of device memory, "
-            f"{roofs.shared_gb_per_s:.0f} GB/s of shared memory."
+        say(
+            self.console,
+            f"Measured ceilings: {roofs.fma_ceiling_tflops:.1f} TFLOP/s of FMA, "
+            f"{roofs.tensor_ceiling_tflops:.0f} of tensor cores, "
+            f"{roofs.dram_ceiling_gb_per_s:.0f} GB/s of device memory, "
+            f"{roofs.shared_ceiling_gb_per_s:.0f} GB/s of shared memory.",
         )
         # A partial run does not overwrite the files of a full one
         is_whole = (
@@ -157,12 +143,11 @@ class Run:
         show(self.console, bench_tables.refusals(rows))
         if hbm:
             show(self.console, tables.hbm_table(hbm))
-        if refusal:
-            self.console.print(refusal, style="red", highlight=False, markup=False, soft_wrap=True)
+        say(self.console, refusal, "red")
         try:
             written += [path for source in tuple(written) for path in figures.draw(source)]
         except Unsupported as error:
-            self._say(str(error))
+            say(self.console, str(error))
         say_files(self.console, written)
         say_remark(self.console, remark)
         if self.options.as_json:
@@ -181,9 +166,6 @@ class Run:
     def _plan(self) -> Plan:
         return measure.plan(self._dtype, self.options.is_causal, self.options.head_dim)
 
-    def _say(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
     def _check(self) -> None:
         """Checks every rung against float64 at odd lengths, with guard zones; the user's in a separate process."""
         errors = []
@@ -191,24 +173,22 @@ class Run:
             check = probe.check_apart if rung.is_own else probe.check
             errors.append(check(rung, self.options.head_dim, self.variables))
         names = ", ".join(f"{rung.name} {error:.2g}" for rung, error in zip(self.chosen, errors, strict=True))
-        self._say(f"Checked against float64 at lengths {', '.join(map(str, probe.SEQLENS))}, largest errors: {names}.")
+        lengths = ", ".join(map(str, probe.SEQLENS))
+        say(self.console, f"Checked against float64 at lengths {lengths}, largest errors: {names}.")
 
     def _measure(self, path: Path) -> list[Row]:
         """Times all providers, interleaved. Rows are written as they are measured."""
         plan = self._plan
         providers = [*measure.rung_providers(self.variables, self.chosen), *measure.baselines()]
-        settings = Settings("cuda", device.cache_bytes("cuda"), _BUDGET_S, _CALL_LIMIT_S, _COMPILE_LIMIT_S)
-        rows: list[Row] = []
-        with Writer(path, Row) as writer, progress_bar(self.console) as progress:
-            task = progress.add_task("", total=len(plan.points))
-            sweep = Sweep(plan, providers, settings, self.env)
-            for found in sweep.rows(
-                lambda point, name: progress.update(task, description=f"S={point.seqlen_q}: {name}")
-            ):
-                writer.add(found)
-                rows += found
-                progress.advance(task)
-        return rows
+        sweep = Sweep(plan, providers, gpu_settings(), self.env)
+        with Writer(path, Row) as writer:
+            collect(
+                self.console,
+                len(plan.points),
+                lambda say: sweep.rows(lambda point, name: say(f"S={point.seqlen_q}: {name}")),
+                writer.add,
+            )
+        return writer.rows
 
     def _points(self) -> list[Point]:
         return list(self._plan.points[: 2 if self.options.is_causal is None else 1])
@@ -279,30 +259,24 @@ def _list(chosen: Sequence[Rung], arch: Arch, variables: Variables, as_json: boo
             lines.append((rung.name, "", "", "", "", "", "", str(error)))
             continue
         tile, resources = kernel.tile, kernel.resources
-        spills = resources.spill_store_bytes + resources.spill_load_bytes
         takes = (
             str(tile.num_threads),
             str(resources.registers),
-            str(spills),
+            str(resources.spill_bytes),
             f"{tile.shared_bytes / 1024:.1f}",
             f"{kernel.occupancy:.0%}",
         )
         lines.append((rung.name, f"{tile.block_m} x {tile.block_n}", *takes, rung.title))
         facts = {
             "registers": resources.registers,
-            "spill_bytes": spills,
+            "spill_bytes": resources.spill_bytes,
             "occupancy": kernel.occupancy,
             "arch": arch.name,
         }
         found.append({"rung": rung.name, "title": rung.title, **vars(tile), **facts})
     show(console, replace(tables.kernel_table(lines), title=f"The ladder for {arch.name}, d={head_dim}"))
     if no_compiler:
-        console.print(
-            f"Not compiled, so that resources are not known. {no_compiler}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        say(console, f"Not compiled, so that resources are not known. {no_compiler}")
     if as_json:
         print(json.dumps({"rungs": found, "refusal": no_compiler}, indent=1))
     return 0

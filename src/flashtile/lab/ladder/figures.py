@@ -18,34 +18,29 @@ OURS, STEP_BEFORE, PEER = "#D55E00", "#9a9a9a", "#0072B2"
 _WAVEFRONT_BYTES = 128  # bytes that the shared-memory pipe moves in one cycle
 
 
+@plots.drawing()
 def draw(csv_path: Path) -> list[Path]:
     """Draws every figure of one of the ladder's CSVs into its folder."""
-    plots.require_matplotlib()
-    import matplotlib
-
-    with matplotlib.rc_context(plots.look()):
-        if csv_path.stem.startswith("ladder_hbm"):
-            return [_bytes_figure(csv_path, read(csv_path, HbmRow))]
-        if csv_path.stem.startswith("ladder_kernels"):
-            kernels = read(csv_path, RungRow)
-            figures = [_roofline(csv_path, kernels)] if any(kernel.tflops for kernel in kernels) else []
-            counted = [kernel for kernel in kernels if kernel.unit_percent is not None and not kernel.is_causal]
-            before: RungRow | None = None
-            causal = join.unique((kernel for kernel in kernels if kernel.is_causal), lambda kernel: kernel.rung)
-            for kernel in counted:
-                figures.append(_counter_figure(csv_path, kernel, before, causal.get(kernel.rung)))
-                before = kernel
-            return figures
-        return [_times(csv_path, [row for row in read(csv_path, Row) if row.is_ok and row.batch * row.heads > 1])]
+    if csv_path.stem.startswith("ladder_hbm"):
+        return [_bytes_figure(csv_path, read(csv_path, HbmRow))]
+    if csv_path.stem.startswith("ladder_kernels"):
+        kernels = read(csv_path, RungRow)
+        figures = [_roofline(csv_path, kernels)] if any(kernel.tflops for kernel in kernels) else []
+        counted = [kernel for kernel in kernels if kernel.unit_percent is not None and not kernel.is_causal]
+        before: RungRow | None = None
+        causal = join.unique((kernel for kernel in kernels if kernel.is_causal), lambda kernel: kernel.rung)
+        for kernel in counted:
+            figures.append(_counter_figure(csv_path, kernel, before, causal.get(kernel.rung)))
+            before = kernel
+        return figures
+    return [_times(csv_path, [row for row in read(csv_path, Row) if row.is_ok and row.batch * row.heads > 1])]
 
 
 def _times(csv_path: Path, rows: Sequence[Row]) -> Path:
     """Points of the large problem, full and causal, on a log axis: equal speedups are equal distances."""
-    from matplotlib.figure import Figure
-
     masks = sorted({row.is_causal for row in rows})
     names = labels(rows)
-    figure = Figure(figsize=(5.9 * len(masks) + 1.2, 0.36 * len(names) + 1.5), layout="constrained")
+    figure = plots.new_figure(5.9 * len(masks) + 1.2, 0.36 * len(names) + 1.5)
     panels = figure.subplots(1, len(masks), squeeze=False, sharey=True)[0]
     for axes, is_causal in zip(panels, masks, strict=True):
         here = join.unique((row for row in rows if row.is_causal == is_causal), lambda row: row.provider)
@@ -66,9 +61,7 @@ def _times(csv_path: Path, rows: Sequence[Row]) -> Path:
     panels[0].invert_yaxis()
     first = rows[0]
     problem = f"B={first.batch} H={first.heads} S={first.seqlen_q} d={first.head_dim} {first.dtype}"
-    figure.suptitle(
-        f"The ladder: {problem}; {first.env.device}, torch {first.env.torch}", x=0.01, ha="left", fontweight="bold"
-    )
+    plots.add_title(figure, f"The ladder: {problem}; {first.env.device}, torch {first.env.torch}")
     return plots.save(figure, csv_path, f"{csv_path.stem}_times.png")
 
 
@@ -77,8 +70,6 @@ def _roofline(csv_path: Path, kernels: Sequence[RungRow]) -> Path:
 
     Device memory bytes are counted or, without a profile, the least possible.
     """
-    from matplotlib.figure import Figure
-
     full = [kernel for kernel in kernels if not kernel.is_causal and kernel.tflops] or [
         kernel for kernel in kernels if kernel.tflops
     ]
@@ -95,7 +86,7 @@ def _roofline(csv_path: Path, kernels: Sequence[RungRow]) -> Path:
     lowest = min(_range(points, roof)[0] * roof / 1e3 for points, _, roof, _ in panels)
     lowest = min(lowest, *(kernel.tflops or lowest for kernel in full))
     gap = 0.038 * math.log10(first.ceiling_tflops / lowest)  # a line of text
-    figure = Figure(figsize=(6.4 * len(panels), 5.0), layout="constrained")
+    figure = plots.new_figure(6.4 * len(panels), 5.0)
     for axes, (points, name, roof, how) in zip(
         figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True
     ):
@@ -106,9 +97,7 @@ def _roofline(csv_path: Path, kernels: Sequence[RungRow]) -> Path:
         f"B={first.batch} H={first.heads} S={first.seqlen} d={first.head_dim} "
         f"{first.dtype}{', causal' if first.is_causal else ''}"
     )
-    figure.suptitle(
-        f"Roofline, roofs as measured: {problem}; {first.env.device}", x=0.01, ha="left", fontweight="bold", fontsize=11
-    )
+    plots.add_title(figure, f"Roofline, roofs as measured: {problem}; {first.env.device}", fontsize=11)
     return plots.save(figure, csv_path, f"{csv_path.stem.replace('kernels', 'roofline')}.png")
 
 
@@ -151,8 +140,6 @@ def _below_the_roof(wanted: Sequence[float], gap: float, roof: float) -> list[fl
 
 def _counter_figure(csv_path: Path, kernel: RungRow, before: RungRow | None, causal: RungRow | None) -> Path:
     """Counters of a rung as percentages, with the previous rung in grey."""
-    from matplotlib.figure import Figure
-
     values: list[tuple[str, Any]] = [
         (f"{kernel.unit} pipe busy", lambda one: one.unit_percent),
         ("shared memory throughput", lambda one: one.shared_percent or 0.0),
@@ -161,7 +148,7 @@ def _counter_figure(csv_path: Path, kernel: RungRow, before: RungRow | None, cau
         ("waits for global memory", lambda one: 100 * (one.global_stall_share or 0.0)),
         (f"TFLOP/s of {kernel.unit} ceiling", lambda one: 100 * (one.tflops or 0.0) / one.ceiling_tflops),
     ]
-    figure = Figure(figsize=(7.6, 3.1), layout="constrained")
+    figure = plots.new_figure(7.6, 3.1)
     axes = figure.add_subplot()
     for y, (_, value) in enumerate(values):
         axes.barh(y - 0.19, value(kernel), color=OURS, height=0.36)
@@ -177,13 +164,7 @@ def _counter_figure(csv_path: Path, kernel: RungRow, before: RungRow | None, cau
     step = f"; in grey {before.rung}" if before is not None else ""
     timed = (("full ", kernel), ("causal ", causal))
     times = [f"{name}{number(one.median_ms)} ms" for name, one in timed if one is not None and one.median_ms]
-    figure.suptitle(
-        f"{kernel.rung}, d={kernel.head_dim}: {', '.join(times)}{step}",
-        x=0.01,
-        ha="left",
-        fontweight="bold",
-        fontsize=10.5,
-    )
+    plots.add_title(figure, f"{kernel.rung}, d={kernel.head_dim}: {', '.join(times)}{step}", fontsize=10.5)
     suffix = csv_path.stem.removeprefix(f"ladder_kernels_{kernel.dtype}")
     return plots.save(figure, csv_path, f"ladder_{kernel.rung}{suffix}.png")
 
@@ -194,9 +175,7 @@ def _digits(percent: float) -> str:
 
 def _bytes_figure(csv_path: Path, rows: Sequence[HbmRow]) -> Path:
     """Device memory traffic by sequence length: quadratic if scores are stored, else linear."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.4, 5.0), layout="constrained")
+    figure = plots.new_figure(8.4, 5.0)
     axes = figure.add_subplot()
     lengths = sorted({row.seqlen for row in rows})
     names = list(dict.fromkeys(row.provider for row in rows))

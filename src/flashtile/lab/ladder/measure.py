@@ -12,7 +12,7 @@ from flashtile.errors import unsupported, value_error
 from flashtile.lab.bench import providers
 from flashtile.lab.bench.points import FAST_SEQLENS, Inputs, Plan, Point
 from flashtile.lab.bench.providers import Attend, Provider
-from flashtile.lab.bench.rows import Environment, Row
+from flashtile.lab.bench.rows import Environment, Row, shared_fields
 from flashtile.lab.defaults import LADDER_HEAD_DIM
 from flashtile.lab.dtypes import accepted_names, dtype_key
 from flashtile.lab.ladder import launcher, rungs
@@ -137,28 +137,21 @@ def rung_row(
     return RungRow(
         rung=rung.name,
         title=rung.title,
-        dtype=point.dtype,
-        is_causal=point.is_causal,
-        batch=point.batch,
-        heads=point.heads,
+        **shared_fields(RungRow, point),
         seqlen=point.seqlen_q,
-        head_dim=point.head_dim,
         arch=kernel.arch.name,
         block_m=tile.block_m,
         block_n=tile.block_n,
         num_threads=tile.num_threads,
         registers=resources.registers,
-        spill_bytes=resources.spill_store_bytes + resources.spill_load_bytes,
+        spill_bytes=resources.spill_bytes,
         shared_bytes=tile.shared_bytes + resources.static_shared_bytes,
         occupancy=kernel.occupancy,
         median_ms=None if timed is None else timed.median_ms,
         tflops=None if timed is None else timed.tflops,
         flops=point.flops(),
         least_bytes=point.least_bytes(),
-        fma_ceiling_tflops=roofs.fma_tflops,
-        tensor_ceiling_tflops=roofs.tensor_tflops,
-        dram_ceiling_gb_per_s=roofs.dram_gb_per_s,
-        shared_ceiling_gb_per_s=roofs.shared_gb_per_s,
+        **shared_fields(RungRow, roofs),
         **asdict(counted),
         env=env,
     )

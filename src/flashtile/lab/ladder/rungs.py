@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from flashtile.errors import unsupported, value_error
+from flashtile.lab.bench import device
 from flashtile.plans.arch import Arch
 
 FOLDER = Path(__file__).resolve().parent
@@ -86,8 +87,7 @@ class Variables:
 
     def child_environment(self) -> dict[str, str]:
         """The environment of a child process that runs this package with the same variables."""
-        path = os.pathsep.join(filter(None, (str(FOLDER.parents[1]), os.environ.get("PYTHONPATH"))))
-        return os.environ | self.environment() | {"PYTHONPATH": path}
+        return device.child_environment(self.environment())
 
 
 def _positive(environment: Mapping[str, str], name: str) -> int | None:

@@ -8,8 +8,8 @@ from flashtile.errors import value_error
 from flashtile.lab.bench import join
 from flashtile.lab.bench import tables as bench_tables
 from flashtile.lab.bench.points import Point
-from flashtile.lab.bench.rows import Row
-from flashtile.lab.bench.tables import Table, number
+from flashtile.lab.bench.rows import Row, shared_fields
+from flashtile.lab.bench.tables import Table, known, number, percent
 from flashtile.lab.ladder.rows import HbmRow, RungRow
 
 KINDS = ("ladder", "ladder-causal", "counters", "counters-causal", "one-head")
@@ -46,7 +46,7 @@ def ladder_table(rows: Sequence[Row], kernels: Sequence[RungRow]) -> Table:
     for kernel in kernels:
         ms = kernel.median_ms
         speed = (
-            [number(ms), number(kernel.tflops or 0.0), _percent((kernel.tflops or 0.0) / kernel.ceiling_tflops)]
+            [number(ms), number(kernel.tflops or 0.0), percent((kernel.tflops or 0.0) / kernel.ceiling_tflops)]
             if ms
             else ["", "", ""]
         )
@@ -55,13 +55,13 @@ def ladder_table(rows: Sequence[Row], kernels: Sequence[RungRow]) -> Table:
             str(kernel.registers),
             str(kernel.spill_bytes),
             f"{kernel.shared_bytes / 1024:.1f}",
-            _percent(kernel.occupancy),
+            percent(kernel.occupancy),
         ]
         lines.append((kernel.rung, *speed, *ratios, *takes))
         before = ms or before
     for row in same:
         if row.is_ok and row.median_ms and row.provider not in {kernel.rung for kernel in kernels}:
-            share = _percent((row.tflops or 0.0) / first.ceiling_tflops)
+            share = percent((row.tflops or 0.0) / first.ceiling_tflops)
             ratios = ["", *(_ratio(peer, row.median_ms) for peer in baselines.values())]
             lines.append(
                 (names[row.provider], number(row.median_ms), number(row.tflops or 0.0), share, *ratios, "", "", "", "")
@@ -85,16 +85,16 @@ def counter_table(kernels: Sequence[RungRow]) -> Table:
                 kernel.rung,
                 number(kernel.dram_bytes / kernel.least_bytes),
                 number(kernel.l2_bytes / 1e9),
-                _number(kernel.l2_percent),
-                _number(kernel.shared_percent),
+                known(kernel.l2_percent),
+                known(kernel.shared_percent),
                 number((kernel.shared_loads or 0.0) / (kernel.flops / 64)),
                 _conflicts(kernel),
-                _number(kernel.unit_percent),
-                _percent(kernel.achieved_occupancy or 0.0),
-                _number(kernel.sectors_per_load),
-                _number(kernel.divergent_branches),
-                _percent(kernel.global_stall_share or 0.0),
-                f"{kernel.top_stall} {_percent(kernel.top_stall_share or 0.0)}",
+                known(kernel.unit_percent),
+                percent(kernel.achieved_occupancy or 0.0),
+                known(kernel.sectors_per_load),
+                known(kernel.divergent_branches),
+                percent(kernel.global_stall_share or 0.0),
+                f"{kernel.top_stall} {percent(kernel.top_stall_share or 0.0)}",
             )
         )
     header = (
@@ -132,34 +132,16 @@ def _rungs_of_one_problem(kernels: Sequence[RungRow]) -> Sequence[RungRow]:
 
 
 def _is_at(row: Row, kernel: RungRow) -> bool:
-    point = Point(
-        batch=kernel.batch,
-        heads=kernel.heads,
-        heads_kv=kernel.heads,
-        seqlen_q=kernel.seqlen,
-        seqlen_k=kernel.seqlen,
-        head_dim=kernel.head_dim,
-        head_dim_v=kernel.head_dim,
-        dtype=kernel.dtype,
-        is_causal=kernel.is_causal,
-    )
-    return row.point == point
+    sizes = {"heads_kv": kernel.heads, "seqlen_q": kernel.seqlen, "seqlen_k": kernel.seqlen}
+    return row.point == Point(**(shared_fields(Point, kernel) | sizes | {"head_dim_v": kernel.head_dim}))
 
 
 def _ratio(peer: float | None, own: float | None) -> str:
     return number(peer / own) if peer and own else ""
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %" if share >= 0.095 else f"{100 * share:.2g} %"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else number(value)
-
-
 def _conflicts(kernel: RungRow) -> str:
     """Conflicts as a share of all cycles of the pipe. A few come from requests that only overlap."""
     if not kernel.shared_wavefronts:
         return "0 %"
-    return _percent((kernel.bank_conflicts or 0.0) / kernel.shared_wavefronts)
+    return percent((kernel.bank_conflicts or 0.0) / kernel.shared_wavefronts)

@@ -29,13 +29,13 @@ KERNELS = ("fma_kernel", "shared_read_kernel", "l2_read_kernel", "tensor_kernel"
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The highest rates that were reached."""
+    """The highest rates that were reached, by the names of the columns of results."""
 
-    fma_tflops: float  # an FMA counts as two operations
-    dram_gb_per_s: float  # bytes read plus bytes written by a copy
-    shared_gb_per_s: float  # of 16-byte reads
-    l2_gb_per_s: float = 0.0  # of 16-byte reads past L1
-    tensor_tflops: float = 0.0  # bfloat16 products into float32; 0: this GPU has no such tensor cores
+    fma_ceiling_tflops: float  # an FMA counts as two operations
+    dram_ceiling_gb_per_s: float  # bytes read plus bytes written by a copy
+    shared_ceiling_gb_per_s: float  # of 16-byte reads
+    l2_ceiling_gb_per_s: float = 0.0  # of 16-byte reads past L1
+    tensor_ceiling_tflops: float = 0.0  # bfloat16 products into float32; 0: this GPU has no such tensor cores
 
 
 class _Params(ctypes.Structure):
@@ -70,11 +70,11 @@ def measure() -> Ceilings:
     timing.interleave(contenders, "cuda", _BUDGET_S)
     rates = {one.name: amounts[one.name] / min(one.seconds) for one in contenders}
     return Ceilings(
-        fma_tflops=rates["fma_kernel"] / 1e12,
-        dram_gb_per_s=rates["copy"] / 1e9,
-        shared_gb_per_s=rates["shared_read_kernel"] / 1e9,
-        l2_gb_per_s=rates["l2_read_kernel"] / 1e9,
-        tensor_tflops=rates.get("tensor_kernel", 0.0) / 1e12,
+        fma_ceiling_tflops=rates["fma_kernel"] / 1e12,
+        dram_ceiling_gb_per_s=rates["copy"] / 1e9,
+        shared_ceiling_gb_per_s=rates["shared_read_kernel"] / 1e9,
+        l2_ceiling_gb_per_s=rates["l2_read_kernel"] / 1e9,
+        tensor_ceiling_tflops=rates.get("tensor_kernel", 0.0) / 1e12,
     )
 
 

@@ -11,39 +11,25 @@ from pathlib import Path
 from rich.console import Console
 
 from flashtile.errors import Unsupported, unsupported
-from flashtile.lab import defaults
 from flashtile.lab.bench import device, providers
 from flashtile.lab.bench.files import writable_folder, write_whole
 from flashtile.lab.bench.load import Load
 from flashtile.lab.bench.points import Plan
 from flashtile.lab.bench.providers import Provider
 from flashtile.lab.bench.rows import Environment, Row, Writer, as_dict
-from flashtile.lab.bench.sweep import Settings, Sweep
-from flashtile.lab.bench.terminal import INTERRUPTED, make_console, progress_bar, say_files, say_remark, show
+from flashtile.lab.bench.sweep import Sweep, gpu_settings
+from flashtile.lab.bench.terminal import INTERRUPTED, collect, make_console, say, say_files, say_remark, show
+from flashtile.lab.options import ProfileOptions as Options
 from flashtile.lab.profile import ceilings, figures, measure, problems, tables, timeline
 from flashtile.lab.profile.gpu import arch_option, current_arch
 from flashtile.lab.profile.problems import Problems
 from flashtile.lab.profile.rows import KernelRow
 from flashtile.plans.arch import Arch
 
-_BUDGET_S, _CALL_LIMIT_S, _COMPILE_LIMIT_S = 0.08, 6.0, 150.0
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of the command line."""
-
-    words: Sequence[str] = ()
-    providers: str = defaults.PROFILE_PROVIDERS
-    arch: str | None = None  # compile-time facts of another GPU
-    has_timeline: bool = False  # clocks inside of our kernels instead of counters
-    out: Path | None = None
-    as_json: bool = False
-
 
 def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     """Checks the options and returns the job."""
-    wanted = problems.parse(options.words)
+    wanted = problems.parse(options.problem or ())
     chosen = providers.choose(options.providers, is_grid=False, option="--providers")
     console = make_console(options.as_json)
     if options.arch is not None:
@@ -57,7 +43,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
             hint = "A timeline is measured; without --timeline, --arch sm_90 shows what the compiler knows"
         raise unsupported("flashtile profile", "no GPU here", "a GPU that torch sees", hint)
     folder = writable_folder(options.out or device.own_results(where))
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    say(console, line)
     if options.has_timeline:
         return partial(_timeline, wanted, folder, device.environment(where, arguments), console)
     return Run(wanted, chosen, folder, device.environment(where, arguments), console, options.as_json).start
@@ -78,16 +64,18 @@ class Run:
         try:
             return self._all()
         except KeyboardInterrupt:
-            self._say("Interrupted: nothing was written.")
+            say(self.console, "Interrupted: nothing was written.")
             return INTERRUPTED
 
     def _all(self) -> int:
         load = Load("cuda")  # before anything of this run keeps the GPU busy
         roofs = ceilings.measure()
-        self._say(
-            f"Measured ceilings: {roofs.tensor_tflops:.0f} TFLOP/s of tensor cores, {roofs.fma_tflops:.1f} of FMA; "
-            f"GB/s: {roofs.dram_gb_per_s:.0f} of device memory, {roofs.l2_gb_per_s:.0f} of L2, "
-            f"{roofs.shared_gb_per_s:.0f} of shared memory."
+        say(
+            self.console,
+            f"Measured ceilings: {roofs.tensor_ceiling_tflops:.0f} TFLOP/s of tensor cores, "
+            f"{roofs.fma_ceiling_tflops:.1f} of FMA; "
+            f"GB/s: {roofs.dram_ceiling_gb_per_s:.0f} of device memory, {roofs.l2_ceiling_gb_per_s:.0f} of L2, "
+            f"{roofs.shared_ceiling_gb_per_s:.0f} of shared memory.",
         )
         timed = self._time()
         remark = load.remark()
@@ -102,27 +90,17 @@ class Run:
         for table in (*tables.tables(rows), tables.refusals(rows)):
             show(self.console, table)
         if no_counters:
-            self.console.print(
-                f"No counters, only times and what the compiler knows. {no_counters}",
-                style="yellow", highlight=False, markup=False, soft_wrap=True,
-            )  # fmt: skip
+            say(self.console, f"No counters, only times and what the compiler knows. {no_counters}", "yellow")
         say_files(self.console, written)
         say_remark(self.console, remark)
         return 0 if ran else 1
 
-    def _say(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
     def _time(self) -> list[Row]:
         """Every provider at every point: time, accuracy, or why it does not run."""
-        settings = Settings("cuda", device.cache_bytes("cuda"), _BUDGET_S, _CALL_LIMIT_S, _COMPILE_LIMIT_S)
         rows: list[Row] = []
-        with progress_bar(self.console) as progress:
-            task = progress.add_task("", total=len(self.wanted.points))
-            sweep = Sweep(Plan("profile", self.wanted.stem, self.wanted.points), self.providers, settings, self.env)
-            for found in sweep.rows(lambda point, name: progress.update(task, description=name)):
-                rows += found
-                progress.advance(task)
+        plan = Plan("profile", self.wanted.stem, self.wanted.points)
+        sweep = Sweep(plan, self.providers, gpu_settings(), self.env)
+        collect(self.console, len(plan.points), lambda say: sweep.rows(lambda _, name: say(name)), rows.extend)
         return rows
 
     def _write(self, rows: Sequence[KernelRow], no_counters: str) -> list[Path]:
@@ -137,7 +115,7 @@ class Run:
         try:
             written += figures.draw(path)
         except Unsupported as error:
-            self._say(str(error))
+            say(self.console, str(error))
         return written
 
 
@@ -154,7 +132,7 @@ def _facts(wanted: Problems, arch: Arch, env: Environment, console: Console, as_
     for table in tables.tables(found):
         show(console, replace(table, title=f"{table.title}; {why}"))
     for text in refused:
-        console.print(text, style="red", highlight=False, markup=False, soft_wrap=True)
+        say(console, text, "red")
     if as_json:
         print(json.dumps({"no_counters": why, "rows": [as_dict(row) for row in found]}, indent=1))
     return 0 if found else 1
@@ -167,7 +145,7 @@ def _timeline(wanted: Problems, folder: Path, env: Environment, console: Console
         try:
             found = timeline.record(point, tables.problem_text(point), env)
         except Unsupported as error:
-            console.print(str(error), style="red", highlight=False, markup=False, soft_wrap=True)
+            say(console, str(error), "red")
             continue
         for one in found:
             show(console, timeline.table(one))

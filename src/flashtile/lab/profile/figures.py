@@ -20,16 +20,13 @@ _MARKERS = {"fwd": "o", "bwd": "s", "fwd+bwd": "D"}
 _WAVEFRONT_BYTES = 128  # that the shared-memory pipe moves in one cycle
 
 
+@plots.drawing()
 def draw(csv_path: Path) -> list[Path]:
     """Draws the roofline beside the CSV. No figure without counters."""
-    plots.require_matplotlib()
-    import matplotlib
-
     points = roofline_points(read(csv_path, KernelRow))
     if not points:
         return []
-    with matplotlib.rc_context(plots.look()):
-        return [_roofline(csv_path, points)]
+    return [_roofline(csv_path, points)]
 
 
 def roofline_points(rows: Sequence[KernelRow]) -> list[KernelRow]:
@@ -75,11 +72,9 @@ def kernel_tflops(row: KernelRow) -> float:
 
 def _roofline(csv_path: Path, kernels: Sequence[KernelRow]) -> Path:
     """A column for each level of memory. Many points get a row of panels for each pass."""
-    from matplotlib.figure import Figure
-
     names = [name for name in ("device memory", "L2", "shared memory") if any(name in levels(row) for row in kernels)]
     groups = roofline_groups(kernels)
-    figure = Figure(figsize=(6.6 * len(names), 4.6 * len(groups) + 0.6), layout="constrained")
+    figure = plots.new_figure(6.6 * len(names), 4.6 * len(groups) + 0.6)
     panels = figure.subplots(len(groups), len(names), squeeze=False, sharey="row")
     for line, group in zip(panels, groups, strict=True):
         for axes, name in zip(line, names, strict=True):
@@ -87,10 +82,11 @@ def _roofline(csv_path: Path, kernels: Sequence[KernelRow]) -> Path:
             axes.set_xlabel(f"FLOP for each byte of {name}, as counted")
         line[0].set_ylabel(f"TFLOP/s of all kernels of a call{', ' + group[0].direction if len(groups) > 1 else ''}")
     first = kernels[0]
-    figure.suptitle(
+    plots.add_title(
+        figure,
         f"Roofline, roofs as measured: {first.env.device}; {csv_path.stem.removeprefix('profile_').replace('_', ' ')}",
-        x=0.01, ha="left", fontweight="bold", fontsize=11,
-    )  # fmt: skip
+        fontsize=11,
+    )
     return plots.save(figure, csv_path, f"{csv_path.stem}_roofline.png")
 
 

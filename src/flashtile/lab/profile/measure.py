@@ -7,15 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from flashtile import api
 from flashtile.backends import cuda, registry
 from flashtile.errors import Unsupported
 from flashtile.families import assemble
 from flashtile.lab.bench.points import Point
-from flashtile.lab.bench.rows import Environment, Row
-from flashtile.lab.dtypes import DTYPES
+from flashtile.lab.bench.rows import Environment, Row, shared_fields
 from flashtile.lab.profile import ncu
 from flashtile.lab.profile.ceilings import Ceilings
 from flashtile.lab.profile.ncu import Kernel
@@ -27,8 +24,7 @@ from flashtile.runtime.nvrtc import Resources
 
 TOP_STALLS = 5
 _FIELDS = tuple(field.name for field in dataclasses.fields(KernelRow))
-_METRICS = {
-    "duration": "gpu__time_duration.sum",
+_METRICS = ncu.METRICS | {
     "grid_blocks": "launch__grid_size",
     "block_threads": "launch__block_size",
     "registers": "launch__registers_per_thread",
@@ -37,14 +33,7 @@ _METRICS = {
     "local_loads": "l1tex__t_bytes_pipe_lsu_mem_local_op_ld.sum",
     "local_stores": "l1tex__t_bytes_pipe_lsu_mem_local_op_st.sum",
     "occupancy": "sm__maximum_warps_per_active_cycle_pct",
-    "achieved_occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",
     "dram_percent": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
-    "l2_bytes": "lts__t_bytes.sum",
-    "l2_percent": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
-    "shared_wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
-    "shared_percent": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum.pct_of_peak_sustained_elapsed",
-    "bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
-    "fma_percent": "sm__pipe_fma_cycles_active.avg.pct_of_peak_sustained_active",
     "issue_percent": "smsp__issue_active.avg.pct_of_peak_sustained_active",
 }
 # Names of one counter on different architectures
@@ -69,7 +58,7 @@ def rows_of(
     if kernels is None:
         parts = _compiled_parts(known, arch)
     else:
-        spills = {step.name: _spills(resources) for step, resources in known}
+        spills = {step.name: resources.spill_bytes for step, resources in known}
         parts = [_counted_fields(kernel) for kernel in kernels]
         parts = [part | {"spill_bytes": spills.get(part["kernel"])} for part in parts]
     return _rows(_call_fields(timed, roofs) | {"no_counters": no_counters}, parts)
@@ -78,8 +67,13 @@ def rows_of(
 def compiled_rows(point: Point, arch: Arch, no_counters: str, env: Environment) -> list[KernelRow]:
     """Returns what the compiler knows about our kernels for a GPU that need not be here."""
     known = compiled_kernels("cuda", point, f"sm_{arch.number}")
-    shape = {field.name: getattr(point, field.name) for field in dataclasses.fields(point) if field.name in _FIELDS}
-    call = shape | {"provider": "cuda", "is_baseline": False, "status": "ok", "reason": "", "no_counters": no_counters}
+    call = shared_fields(KernelRow, point) | {
+        "provider": "cuda",
+        "is_baseline": False,
+        "status": "ok",
+        "reason": "",
+        "no_counters": no_counters,
+    }
     call |= {"flops": point.flops(), "least_bytes": point.least_bytes(), "env": env}
     return _rows(call, _compiled_parts(known, arch))
 
@@ -103,7 +97,8 @@ def compiled_kernels(provider: str, point: Point, arch: str | None = None) -> li
     if provider not in ("cuda", "flashtile"):
         return []
     name = "cuda" if provider == "cuda" else None
-    problem = api.explain(*_meta(point), arch=arch, causal=point.is_causal, backend=name).problem
+    given = point.make_empty("meta").leaves("bhsd", point.direction != "fwd")
+    problem = api.explain(given.q, given.k, given.v, arch=arch, causal=point.is_causal, backend=name).problem
     steps: list[tuple[Step, Resources]] = []
     for op in {"fwd": ("forward",), "bwd": ("backward",), "fwd+bwd": ("forward", "backward")}[point.direction]:
         if registry.choose(problem, name, op)[0].name != "cuda":
@@ -115,21 +110,8 @@ def compiled_kernels(provider: str, point: Point, arch: str | None = None) -> li
     return steps
 
 
-def _meta(point: Point) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    def tensor(heads: int, seqlen: int, dim: int) -> torch.Tensor:
-        shape = (point.batch, heads, seqlen, dim)
-        return torch.empty(shape, dtype=DTYPES[point.dtype], device="meta", requires_grad=point.direction != "fwd")
-
-    return (
-        tensor(point.heads, point.seqlen_q, point.head_dim),
-        tensor(point.heads_kv, point.seqlen_k, point.head_dim),
-        tensor(point.heads_kv, point.seqlen_k, point.head_dim_v),
-    )
-
-
 def _call_fields(timed: Row, roofs: Ceilings | None) -> dict[str, Any]:
-    found = {field.name: getattr(timed, field.name) for field in dataclasses.fields(Row) if field.name in _FIELDS}
-    point = timed.point
+    found, point = shared_fields(KernelRow, timed), timed.point
     found |= {
         "call_ms": timed.median_ms,
         "call_tflops": timed.tflops,
@@ -137,13 +119,7 @@ def _call_fields(timed: Row, roofs: Ceilings | None) -> dict[str, Any]:
         "least_bytes": point.least_bytes(),
     }
     if roofs is not None:
-        found |= {
-            "fma_ceiling_tflops": roofs.fma_tflops,
-            "tensor_ceiling_tflops": roofs.tensor_tflops,
-            "dram_ceiling_gb_per_s": roofs.dram_gb_per_s,
-            "l2_ceiling_gb_per_s": roofs.l2_gb_per_s,
-            "shared_ceiling_gb_per_s": roofs.shared_gb_per_s,
-        }
+        found |= shared_fields(KernelRow, roofs)
     return found
 
 
@@ -161,14 +137,10 @@ def _compiled_fields(step: Step, resources: Resources, arch: Arch) -> dict[str, 
         "full_name": step.entry,
         "block_threads": step.num_threads,
         "registers": resources.registers,
-        "spill_bytes": _spills(resources),
+        "spill_bytes": resources.spill_bytes,
         "shared_bytes": shared,
         "occupancy": blocks * -(-step.num_threads // 32) / arch.max_warps,
     }
-
-
-def _spills(resources: Resources) -> int:
-    return resources.spill_store_bytes + resources.spill_load_bytes
 
 
 def _counted_fields(kernel: Kernel) -> dict[str, Any]:

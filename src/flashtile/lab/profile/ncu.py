@@ -10,7 +10,6 @@ import csv
 import ctypes
 import importlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -22,7 +21,7 @@ from pathlib import Path
 import torch
 
 from flashtile.errors import Unsupported, unsupported
-from flashtile.lab.bench import providers
+from flashtile.lab.bench import device, providers
 from flashtile.lab.bench.points import Point
 from flashtile.lab.bench.sweep import make_thunk
 from flashtile.lab.profile.gpu import current_arch
@@ -31,6 +30,16 @@ from flashtile.runtime import cache, driver
 LIMIT_S = 300.0
 BYTES = ("dram__bytes_read.sum", "dram__bytes_write.sum")  # every run counts them
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+METRICS = {  # by what they say; every profile has these
+    "duration": "gpu__time_duration.sum",
+    "achieved_occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "l2_bytes": "lts__t_bytes.sum",
+    "l2_percent": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+    "shared_wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
+    "shared_percent": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum.pct_of_peak_sustained_elapsed",
+    "bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
+    "fma_percent": "sm__pipe_fma_cycles_active.avg.pct_of_peak_sustained_active",
+}
 # Stall reasons of a warp. not_selected is left out: such a warp was ready, but another one was issued
 STALLS = (
     "barrier", "branch_resolving", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle", "long_scoreboard",
@@ -60,7 +69,6 @@ MARKER = "flashtile_marker_kernel"
 _MARKER_SOURCE = f'extern "C" __global__ void {MARKER}(const int) {{}}\n'
 _CHILD = "import sys; from flashtile.lab.profile import ncu; ncu.child(*sys.argv[1:])"
 _OPTIONS = ("--profile-from-start", "off", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none")
-_PACKAGE_FOLDER = Path(__file__).resolve().parents[3]  # the folder that `import flashtile` needs
 
 
 @dataclass(frozen=True)
@@ -135,8 +143,7 @@ def _start(
     request = json.dumps([asdict(call) for call in calls])
     options = [*_OPTIONS, "--cache-control", cache_control, "--metrics", ",".join(metrics)]
     command = [find(), *options, sys.executable, "-c", _CHILD, source, request]
-    path = os.pathsep.join(filter(None, (str(_PACKAGE_FOLDER), os.environ.get("PYTHONPATH"))))
-    env = dict(environment or os.environ) | {"PYTHONPATH": path}
+    env = device.child_environment(environment or {})
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=env)
     except subprocess.TimeoutExpired as error:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from flashtile.lab.bench.points import Point
-from flashtile.lab.bench.tables import Table, labels, number
+from flashtile.lab.bench.tables import Table, known, labels, number, percent
 from flashtile.lab.profile.measure import TOP_STALLS, by_call, main_kernel
 from flashtile.lab.profile.rows import KernelRow
 
@@ -121,17 +121,12 @@ def _call_bytes(name: str) -> Callable[[list[KernelRow]], str]:
 def _share(value: float | None, whole: float | None = 100.0) -> str:
     if value is None or not whole:
         return ""
-    percent = 100 * value / whole
-    return f"{percent:.0f} %" if percent >= 9.5 else f"{percent:.2g} %"
+    return percent(value, whole)
 
 
 def _of_ceiling(kernels: list[KernelRow]) -> str:
     first = kernels[0]
     return _share(first.call_tflops, first.ceiling_tflops)
-
-
-def _count(value: float | None) -> str:
-    return "" if value is None else number(value)
 
 
 def _conflicts(row: KernelRow) -> str:
@@ -149,13 +144,13 @@ def _stall(index: int) -> Callable[[KernelRow], str]:
 
 
 LINES: tuple[tuple[str, Value], ...] = (
-    ("call, ms", _main_only(lambda kernels: _count(kernels[0].call_ms))),
-    ("TFLOP/s", _main_only(lambda kernels: _count(kernels[0].call_tflops))),
+    ("call, ms", _main_only(lambda kernels: known(kernels[0].call_ms))),
+    ("TFLOP/s", _main_only(lambda kernels: known(kernels[0].call_tflops))),
     ("of the ceiling", _main_only(_of_ceiling)),
     ("kernels", _main_only(lambda kernels: str(kernels[0].num_kernels or ""))),
     ("HBM bytes over least", _main_only(_call_bytes("dram_bytes"))),
     ("L2 bytes over least", _main_only(_call_bytes("l2_bytes"))),
-    ("kernel, ms", _own(lambda row: _count(row.kernel_ms))),
+    ("kernel, ms", _own(lambda row: known(row.kernel_ms))),
     ("HBM throughput", _own(lambda row: _share(row.dram_percent))),
     ("L2 throughput", _own(lambda row: _share(row.l2_percent))),
     ("tensor pipe busy", _own(lambda row: _share(row.tensor_percent))),
@@ -163,11 +158,11 @@ LINES: tuple[tuple[str, Value], ...] = (
     ("issue slots used", _own(lambda row: _share(row.issue_percent))),
     ("occupancy, theoretical", _own(lambda row: _share(row.occupancy, 1.0))),
     ("occupancy, achieved", _own(lambda row: _share(row.achieved_occupancy, 1.0))),
-    ("blocks", _own(lambda row: _count(row.grid_blocks))),
-    ("threads of a block", _own(lambda row: _count(row.block_threads))),
-    ("registers", _own(lambda row: _count(row.registers))),
-    ("spill bytes, compiled", _own(lambda row: _count(row.spill_bytes))),
-    ("local MB moved", _own(lambda row: "" if row.local_bytes is None else number(row.local_bytes / 1e6))),
+    ("blocks", _own(lambda row: known(row.grid_blocks))),
+    ("threads of a block", _own(lambda row: known(row.block_threads))),
+    ("registers", _own(lambda row: known(row.registers))),
+    ("spill bytes, compiled", _own(lambda row: known(row.spill_bytes))),
+    ("local MB moved", _own(lambda row: known(row.local_bytes and row.local_bytes / 1e6))),
     ("shared KiB", _own(lambda row: "" if row.shared_bytes is None else f"{row.shared_bytes / 1024:.1f}")),
     ("shared pipe busy", _own(lambda row: _share(row.shared_percent))),
     ("bank conflicts", _own(_conflicts)),
@@ -176,15 +171,11 @@ LINES: tuple[tuple[str, Value], ...] = (
 
 
 _OTHER_COLUMNS: tuple[tuple[str, Callable[[KernelRow], str]], ...] = (
-    ("ms", lambda row: _count(row.kernel_ms)),
+    ("ms", lambda row: known(row.kernel_ms)),
     ("HBM throughput", lambda row: _share(row.dram_percent)),
-    ("HBM bytes over least", lambda row: _ratio(row.dram_bytes, row.least_bytes)),
+    ("HBM bytes over least", lambda row: known(row.dram_bytes and row.dram_bytes / row.least_bytes)),
     ("occupancy", lambda row: _share(row.achieved_occupancy, 1.0)),
-    ("registers", lambda row: _count(row.registers)),
-    ("spills", lambda row: _count(row.spill_bytes)),
+    ("registers", lambda row: known(row.registers)),
+    ("spills", lambda row: known(row.spill_bytes)),
     ("stall 1", _stall(0)),
 )
-
-
-def _ratio(value: float | None, whole: float) -> str:
-    return "" if value is None else number(value / whole)

@@ -236,45 +236,39 @@ def redraw(path: Path) -> list[Path]:
     return [draw(read(path), path)]
 
 
+@plots.drawing()
 def draw(timeline: Timeline, path: Path) -> Path:
     """A lane for each warpgroup, producer and consumers side by side, over a few steps of the loop."""
-    plots.require_matplotlib()
-    import matplotlib
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     phases = {phase.name: phase for phase in header_constants()[0]}
     shown = drawn(timeline.spans)
     warps = sorted({span.warp for span in shown})
     start, end = min(span.start for span in shown), max(span.end for span in shown)
-    with matplotlib.rc_context(plots.look()):
-        figure = Figure(figsize=(13.0, 0.42 * len(warps) + 2.1), layout="constrained")
-        axes = figure.add_subplot()
-        for lane, warp in enumerate(warps):
-            for span in (span for span in shown if span.warp == warp and span.phase != "end"):
-                is_wait = phases[span.phase].is_wait
-                axes.broken_barh(
-                    [(span.start - start, span.end - span.start)], (lane - 0.4, 0.8),
-                    facecolor=WAIT_COLOUR if is_wait else COLOURS[span.phase], edgecolor="#ffffff", linewidth=0.4,
-                    hatch="////" if is_wait else None,
-                )  # fmt: skip
-        names = lane_names(timeline.spans)
-        axes.set_yticks(range(len(warps)), [names[warp // 4] for warp in warps])
-        axes.set_xlim(0, end - start)
-        axes.set_xlabel("clocks")
-        axes.invert_yaxis()
-        axes.grid(False, axis="y")
-        used = dict.fromkeys(span.phase for span in shown if span.phase != "end")
-        handles: list[Any] = [
-            Patch(facecolor=COLOURS[name], label=phases[name].what) for name in used if not phases[name].is_wait
-        ]
-        handles.append(Patch(facecolor=WAIT_COLOUR, hatch="////", label="waits"))
-        figure.legend(handles=handles, ncols=3, fontsize=8.5, loc="outside lower center")
-        figure.suptitle(
-            f"{timeline.kernel}: {timeline.problem}; {timeline.env.device}", x=0.01, ha="left", fontweight="bold",
-            fontsize=11,
-        )  # fmt: skip
-        return plots.save(figure, path, f"{path.stem}.png")
+    figure = plots.new_figure(13.0, 0.42 * len(warps) + 2.1)
+    axes = figure.add_subplot()
+    for lane, warp in enumerate(warps):
+        for span in (span for span in shown if span.warp == warp and span.phase != "end"):
+            is_wait = phases[span.phase].is_wait
+            axes.broken_barh(
+                [(span.start - start, span.end - span.start)], (lane - 0.4, 0.8),
+                facecolor=WAIT_COLOUR if is_wait else COLOURS[span.phase], edgecolor="#ffffff", linewidth=0.4,
+                hatch="////" if is_wait else None,
+            )  # fmt: skip
+    names = lane_names(timeline.spans)
+    axes.set_yticks(range(len(warps)), [names[warp // 4] for warp in warps])
+    axes.set_xlim(0, end - start)
+    axes.set_xlabel("clocks")
+    axes.invert_yaxis()
+    axes.grid(False, axis="y")
+    used = dict.fromkeys(span.phase for span in shown if span.phase != "end")
+    handles: list[Any] = [
+        Patch(facecolor=COLOURS[name], label=phases[name].what) for name in used if not phases[name].is_wait
+    ]
+    handles.append(Patch(facecolor=WAIT_COLOUR, hatch="////", label="waits"))
+    figure.legend(handles=handles, ncols=3, fontsize=8.5, loc="outside lower center")
+    plots.add_title(figure, f"{timeline.kernel}: {timeline.problem}; {timeline.env.device}", fontsize=11)
+    return plots.save(figure, path, f"{path.stem}.png")
 
 
 def drawn(spans: Sequence[Span]) -> list[Span]:

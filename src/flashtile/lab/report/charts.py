@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from flashtile.lab.bench import join, ratio_colours
-from flashtile.lab.bench.compare import speedups
+from flashtile.lab.bench.compare import pairs, speedups
 from flashtile.lab.bench.plots import by_length, heat_cells, style
+from flashtile.lab.bench.points import DIRECTIONS
 from flashtile.lab.bench.rows import Row
 from flashtile.lab.bench.tables import DEFAULT_BACKENDS, measured_labels
 from flashtile.lab.ladder.rows import HbmRow, RungRow
@@ -20,7 +21,6 @@ from flashtile.lab.tiles.rows import TileRow
 from flashtile.markup import Raw, escape, table
 
 Chart = dict[str, Any]
-PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 _OURS, _PEER, _BLACK = "#D55E00", "#0072B2", "#000000"
 _METRICS: dict[str, tuple[str, bool, Callable[[Row], float | None]]] = {  # key -> label, log axis, value
     "throughput": ("TFLOP/s", False, lambda row: row.tflops),
@@ -58,7 +58,7 @@ def _problems(rows: Sequence[Row]) -> dict[str, list[Row]]:
         heads = f"H={row.heads}" if row.heads == row.heads_kv else f"H={row.heads}/{row.heads_kv}"
         batch = f"{row.batch * row.seqlen_k} tokens" if row.sweep == "paper" else f"B={row.batch}"
         mask = "causal" if row.is_causal else "full"
-        name = f"{PASSES[row.direction]}, {mask}, {batch} {heads} d={row.head_dim} {row.dtype}"
+        name = f"{DIRECTIONS[row.direction]}, {mask}, {batch} {heads} d={row.head_dim} {row.dtype}"
         found.setdefault(name, []).append(row)
     return found
 
@@ -224,14 +224,8 @@ def heat_maps(rows: Sequence[Row]) -> dict[str, str]:
     """Speed ratios of each pair of providers as a coloured table: problems by length. As bench.plots draws them."""
     timed = [row for row in rows if row.is_ok and not row.option]
     names = measured_labels(timed)
-    ours = list(dict.fromkeys(row.provider for row in timed if not row.is_baseline))
-    pairs = (
-        [(one, peer) for one in ours for peer in names if peer not in ours]
-        if ours
-        else [(one, "sdpa") for one in names if one != "sdpa"]
-    )
     found = {}
-    for provider, peer in pairs:
+    for provider, peer in pairs(timed):
         ratios = speedups(timed, provider, peer)
         if len(ratios) > 1:
             found[f"{names[provider]} against {names[peer]}"] = _heat_table(timed, provider, ratios)

@@ -12,6 +12,7 @@ from typing import Any
 
 from flashtile.lab.bench import join, ratio_colours
 from flashtile.lab.bench import tables as bench_tables
+from flashtile.lab.bench.points import DIRECTIONS
 from flashtile.lab.bench.rows import Environment, Row
 from flashtile.lab.bench.tables import Table, number
 from flashtile.lab.ladder import tables as ladder_tables
@@ -111,7 +112,7 @@ def _plain(device: DeviceResults) -> list[ResultCsv]:
     def rank(one: ResultCsv) -> tuple[bool, bool, int]:
         first = one.rows[0]
         is_without_ours = all(row.is_baseline for row in one.rows)
-        return first.sweep != "paper", is_without_ours, list(charts.PASSES).index(first.direction)
+        return first.sweep != "paper", is_without_ours, list(DIRECTIONS).index(first.direction)
 
     return sorted(found, key=rank)
 

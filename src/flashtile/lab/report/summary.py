@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from flashtile.lab.bench import join, ratio_colours
 from flashtile.lab.bench.compare import geometric_mean
+from flashtile.lab.bench.points import DIRECTIONS
 from flashtile.lab.bench.rows import Row
 from flashtile.lab.bench.tables import DEFAULT_BACKENDS, point_labels
 from flashtile.lab.report.collect import ResultCsv
 from flashtile.markup import Raw, escape, table
 
 _OURS = (*DEFAULT_BACKENDS, "flashtile")
-_PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 
 
 def summary(files: Sequence[ResultCsv]) -> str:
@@ -35,7 +35,7 @@ def summary(files: Sequence[ResultCsv]) -> str:
         (_, at_worst, worst), (_, at_best, best) = ordered[0], ordered[-1]
         lines.append(
             (
-                f"{_PASSES.get(direction, direction)} ({name})",
+                f"{DIRECTIONS.get(direction, direction)} ({name})",
                 str(len(group)),
                 marked(ratio_colours.text(geometric_mean([ratio for _, _, ratio in group]))),
                 Raw(f"{marked(ratio_colours.text(worst))} {escape(labels[id(at_worst)])}"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -11,28 +11,28 @@ from rich.console import Console
 
 from flashtile.errors import Unsupported, unsupported, value_error
 from flashtile.lab.bench import device
-from flashtile.lab.bench.command import Options
 from flashtile.lab.bench.files import writable_folder
 from flashtile.lab.bench.load import Load
-from flashtile.lab.bench.rows import Environment, Row, Writer, as_dict
-from flashtile.lab.bench.sweep import Settings, Sweep
-from flashtile.lab.bench.terminal import INTERRUPTED, make_console, progress_bar, say_files, say_remark, show
+from flashtile.lab.bench.rows import Environment, Row, Writer, as_dict, shared_fields
+from flashtile.lab.bench.sweep import Sweep, gpu_settings
+from flashtile.lab.bench.terminal import INTERRUPTED, collect, make_console, say, say_files, say_remark, show
 from flashtile.lab.dtypes import dtype_key
 from flashtile.lab.ladder import counters
 from flashtile.lab.ladder.rows import Counters
+from flashtile.lab.options import BenchOptions
 from flashtile.lab.profile.gpu import current_arch
 from flashtile.lab.profile.ncu import Call
 from flashtile.lab.tiles import figures, study, tables
-from flashtile.lab.tiles.rows import TileRow
+from flashtile.lab.tiles.rows import TileFacts, TileRow
 from flashtile.lab.tiles.study import Study, Trial
 from flashtile.plans.arch import Arch
 
-_BUDGET_S, _CALL_LIMIT_S, _COMPILE_LIMIT_S = 0.05, 6.0, 150.0
+_BUDGET_S = 0.05
 
 
-def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
+def prepare(options: BenchOptions, arguments: Sequence[str]) -> Callable[[], int]:
     """The job; what can be refused is refused here, before anything is measured."""
-    if replace(options, dtype=None, out=None, as_json=False) != Options():
+    if replace(options, has_tiles=False, dtype=None, out=None, as_json=False) != BenchOptions():
         raise value_error("--tiles", "options of a sweep beside it", "--dtype, --out and --json", "Drop the others")
     chosen = study.studies(None if options.dtype is None else dtype_key(options.dtype))
     where, line = device.resolve(None)
@@ -41,7 +41,7 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
         raise unsupported("--tiles", "no GPU here", "a GPU that torch sees", way_out)
     folder, arch = writable_folder(options.out or device.own_results(where)), current_arch()
     console = make_console(options.as_json)
-    console.print(line, highlight=False, soft_wrap=True)
+    say(console, line)
     study.compile_all(chosen, arch)
     return Run(chosen, arch, folder, device.environment(where, arguments), console, options.as_json).start
 
@@ -72,7 +72,7 @@ class Run:
                 try:
                     written += figures.draw(path)
                 except Unsupported as error:
-                    self.console.print(str(error), highlight=False, markup=False, soft_wrap=True)
+                    say(self.console, str(error))
         except KeyboardInterrupt:
             self.console.print("Interrupted: files that were written are complete.", highlight=False)
             return INTERRUPTED
@@ -87,22 +87,19 @@ class Run:
             f"{row.status}: d={row.head_dim} {row.tile}: {row.reason}": None for row in rows if row.status != "ok"
         }
         for text in reasons:
-            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+            say(self.console, text)
 
     def _study(self, chosen: Study) -> list[TileRow]:
         """Each head dim by itself: its tiles and the peer take turns in every round."""
         timed = list[Row]()
-        with progress_bar(self.console) as progress:
-            task = progress.add_task("", total=2 * len(chosen.head_dims))
+
+        def measured(say: Callable[[str], None]) -> Iterator[list[Row]]:
             for head_dim in chosen.head_dims:
                 contenders = [*(trial.provider() for trial in chosen.trials(head_dim)), study.peer(chosen)]
-                settings = Settings("cuda", device.cache_bytes("cuda"), _BUDGET_S, _CALL_LIMIT_S, _COMPILE_LIMIT_S)
-                sweep = Sweep(chosen.plan(head_dim), contenders, settings, self.env)
-                for found in sweep.rows(
-                    lambda point, name: progress.update(task, description=f"d={point.head_dim}: {name}")
-                ):
-                    timed += found
-                    progress.advance(task)
+                sweep = Sweep(chosen.plan(head_dim), contenders, gpu_settings(_BUDGET_S), self.env)
+                yield from sweep.rows(lambda point, name: say(f"d={point.head_dim}: {name}"))
+
+        collect(self.console, 2 * len(chosen.head_dims), measured, timed.extend)
         counted, reason = self._count(timed)
         trials = {trial.provider_name: trial for head_dim in chosen.head_dims for trial in chosen.trials(head_dim)}
         peers = {row.point: row.tflops for row in timed if row.is_baseline and row.is_ok}
@@ -134,16 +131,11 @@ class Run:
         self, trial: Trial, row: Row, counted: Counters, why: str, peer: str, peer_tflops: float | None
     ) -> TileRow:
         use = None if row.status == "refused" else trial.facts(row.is_causal, self.arch)
-        spills = None if use is None else use.resources.spill_store_bytes + use.resources.spill_load_bytes
         return TileRow(
+            **shared_fields(TileFacts, row),
             kernel=trial.row.kernel,
             arch=self.arch.name,
-            dtype=row.dtype,
-            batch=row.batch,
-            heads=row.heads,
             seqlen=row.seqlen_q,
-            head_dim=row.head_dim,
-            is_causal=row.is_causal,
             tile=trial.name,
             block_m=trial.row.owned,
             block_n=trial.row.streamed,
@@ -151,18 +143,10 @@ class Run:
             is_chosen=trial.is_chosen(row.is_causal, self.arch),
             shared_bytes=trial.row.shared_bytes,
             registers=None if use is None else use.resources.registers,
-            spill_bytes=spills,
+            spill_bytes=None if use is None else use.resources.spill_bytes,
             blocks=None if use is None else use.blocks,
             occupancy=None if use is None else use.occupancy,
             computed_occupancy=None if use is None else use.computed_occupancy,
-            status=row.status,
-            reason=row.reason,
-            median_ms=row.median_ms,
-            p20_ms=row.p20_ms,
-            p80_ms=row.p80_ms,
-            num_rounds=row.num_rounds,
-            tflops=row.tflops,
-            max_error=row.max_error,
             peer=peer,
             peer_tflops=peer_tflops,
             no_counters=why,

@@ -15,28 +15,23 @@ from flashtile.lab.tiles.rows import TileRow
 from flashtile.lab.tiles.tables import by_tile
 
 
+@plots.drawing()
 def draw(csv_path: Path) -> list[Path]:
     """Beside the CSV."""
-    plots.require_matplotlib()
-    import matplotlib
-
     rows = [row for row in read(csv_path, TileRow) if row.status == "ok"]
     if not rows:
         raise Unsupported("plots: no tile was measured; there is nothing to draw. The reasons stand in the CSV.")
-    with matplotlib.rc_context(plots.look()):
-        return [_figure(csv_path, rows)]
+    return [_figure(csv_path, rows)]
 
 
 def _figure(csv_path: Path, rows: Sequence[TileRow]) -> Path:
-    from matplotlib.figure import Figure
-
     dims = sorted({row.head_dim for row in rows})
     groups = [
         sorted((row for row in rows if row.head_dim == d and not row.is_causal), key=lambda row: -(row.tflops or 0.0))
         for d in dims
     ]
     heights = [len(group) + 1.6 for group in groups]
-    figure = Figure(figsize=(12.4, 0.36 * sum(heights) + 1.0), layout="constrained")
+    figure = plots.new_figure(12.4, 0.36 * sum(heights) + 1.0)
     panels = figure.subplots(
         len(dims), 2, squeeze=False, sharex="col", gridspec_kw={"width_ratios": (3, 2), "height_ratios": heights}
     )
@@ -53,7 +48,7 @@ def _figure(csv_path: Path, rows: Sequence[TileRow]) -> Path:
         f"Tiles of {first.kernel}: {first.dtype}, B={first.batch} S={first.seqlen}; {first.env.device}, "
         f"torch {first.env.torch}"
     )
-    figure.suptitle(f"{title}; in orange what {first.kernel} takes", x=0.01, ha="left", fontweight="bold", fontsize=11)
+    plots.add_title(figure, f"{title}; in orange what {first.kernel} takes", fontsize=11)
     return plots.save(figure, csv_path, f"{csv_path.stem}.png")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flashtile.lab.bench import join
-from flashtile.lab.bench.tables import Table, number
+from flashtile.lab.bench.tables import Table, known, number
 from flashtile.lab.tiles.rows import TileRow
 
 CHOSEN = "*"  # behind the speed of the tile that a plain call takes
@@ -78,8 +78,8 @@ def _takes(row: TileRow) -> list[str]:
         percent(row.occupancy),
         percent(row.computed_occupancy),
         percent(row.achieved_occupancy) if counted else "not counted",
-        "" if row.fma_percent is None else number(row.fma_percent),
-        "" if row.shared_percent is None else number(row.shared_percent),
+        known(row.fma_percent),
+        known(row.shared_percent),
         row.top_stall.replace("_", " "),
     ]
 
