@@ -366,8 +366,12 @@ def test_an_interrupt_keeps_complete_calls(tiny: None, tmp_path: Path, monkeypat
         result = invoke(*arguments, "--points", "2", "--out", tmp_path)
     assert result.exit_code == 130
     assert "Interrupted. Go on with flashtile bench --grid wild --points 2 --seed 7 --from 1" in result.output
+    result = invoke(*arguments, "--points", "2", "--from", "2", "--out", tmp_path)
+    assert "Calls before --from that the unfinished file does not have: 1." in result.output
+    (tmp_path / "wild_seed7.csv").rename(tmp_path / "wild_seed7_unfinished.csv")
     result = invoke(*arguments, "--points", "2", "--from", "1", "--out", tmp_path)
     assert result.exit_code == 0, result.output
+    assert "does not have" not in result.output
     assert {row.call for row in read(tmp_path / "wild_seed7.csv", WildRow)} == {0, 1}
 
 
@@ -399,6 +403,7 @@ def test_rows_that_a_new_start_does_not_take_stay_where_they_are(
         (["--grid", "wild", "--pass", "bwd"], "--pass: got it with --grid wild"),
         (["--grid", "wild", "--protocol", "short"], "--protocol: got it with --grid wild"),
         (["--regret", "5", "--grid", "wild"], "--grid: got it with --regret"),
+        (["--regret", "0"], "--regret: got 0 (int); accepted: an integer >= 1"),
         (["--regret", "5", "--points", "3"], "--points: got it with --regret"),
         (["--regret", "5", "--backends", "cpu"], "--backends: got it with --regret"),
         (["--points", "3"], "--points: got it without random calls (3)"),

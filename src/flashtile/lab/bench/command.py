@@ -147,6 +147,8 @@ def _random_calls(
         is_known = field.name in _OF_RANDOM_CALLS and not (field.name in ("points", "backends") and not is_wild)
         if not is_known and getattr(options, field.name) != field.default:
             raise value_error(_named(field.name), f"it with {kind}", "the options of random calls", "Drop it")
+    if options.regret is not None and options.regret < 1:
+        raise value_error("--regret", options.regret, "an integer >= 1")
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     points = options.points if is_wild or options.calls is not None else options.regret
     selection = random_runs.select(seed, points, options.first, options.calls, where)

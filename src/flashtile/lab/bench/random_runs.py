@@ -129,6 +129,10 @@ def _run(
     rows, load, status, stopped = list(earlier), Load(job.device), 0, ""
     writer, next_call = Writer(job.path(folder), job.kind), job.selection.first
     writer.add(earlier)
+    left_out = sorted(set(range(job.selection.first)) - {row.call for row in earlier})
+    if left_out:
+        said = f"Calls before --from that the unfinished file does not have: {', '.join(map(str, left_out))}."
+        console.print(said, style="yellow", highlight=False, markup=False, soft_wrap=True)
     if source is not None:
         source.unlink()  # all of its rows are in the new file
     try:
