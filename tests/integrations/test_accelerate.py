@@ -244,4 +244,4 @@ def test_models_outside_of_a_context_and_without_positions(monkeypatch: pytest.M
 
 
 def test_accelerate_and_trainer() -> None:
-    on_ranks(ranks, 2, limit_s=300)
+    on_ranks(ranks, 2)
