@@ -416,4 +416,4 @@ def on_model_ranks(group: Any) -> None:
 
 
 def test_context_parallel() -> None:
-    on_ranks(context_ranks, 2, SEED, limit_s=240)
+    on_ranks(context_ranks, 2, SEED)
