@@ -146,7 +146,7 @@ extern "C" int block_that_waits(const int* sizes, const int* cu_seqlens_q, const
   p.window_left = -1, p.window_right = sizes[7] ? 0 : -1;
   return sizes[7] ? first_to_wait<Mask<true, false>>(p) : first_to_wait<Mask<false, false>>(p);
 }
-// Of all calls with these sizes and bounds from -1 to the totals, how many have a block that waits. The last one of them
+// Of all calls with these sizes and bounds from -1 to the totals, how many have a block that waits. The last of them
 // goes to `found`: cu_seqlens_q, cu_seqlens_k.
 extern "C" int calls_that_wait(const int* sizes, int* found) {
   int num_bounds = sizes[0] + 1, num_waiting = 0;
@@ -363,8 +363,9 @@ def test_blocks_of_packed_keys(library: ctypes.CDLL, seed: int, is_banded: int, 
 
 @pytest.mark.parametrize("is_banded", [0, 1])
 def test_no_turn_waits_for_ever_whatever_the_bounds(library: ctypes.CDLL, is_banded: int) -> None:
-    """All bounds of three sequences of at most 4 queries and 7 keys, most of which no call may have. In a fixed order of
-    sums each block finds its turn when the blocks before it have ended, so blocks that start in this order all end."""
+    """All bounds of three sequences of at most 4 queries and 7 keys, most of which no call may have. In a fixed order
+    of sums each block finds its turn when the blocks before it have ended, so blocks that start in this order all
+    end."""
     found = numbers([0] * 8)
     sizes = numbers([3, 4, 7, 1, 1, 4, 7, is_banded, 1])
     assert library.calls_that_wait(sizes, found) == 0, list(found)

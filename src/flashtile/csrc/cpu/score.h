@@ -111,8 +111,8 @@ FT_INLINE real in_score_unit(const Params& p, real x) {
 // comes here that is so large (kernels/params.py: kernel_softcap).
 constexpr bool kDividesBySoftcap = sizeof(real) == sizeof(double);
 
-// The factor of a dot product: it gives the score, or the argument of the softcap's tanh (up to the softcap). Q itself is
-// not scaled, because the rounding errors of a scaled Q would add up over head_dim.
+// The factor of a dot product: it gives the score, or the argument of the softcap's tanh (up to the softcap). Q itself
+// is not scaled, because the rounding errors of a scaled Q would add up over head_dim.
 FT_INLINE real dot_factor(const Params& p) {
   if (has_softcap(p)) return kDividesBySoftcap ? scale_of(p) : softcap_factor_of(p);
   return has_natural_scores(p) ? scale_of(p) : scale_log2_of(p);

@@ -6,8 +6,8 @@
 // memory, so the grid depends on no length. Where keys may not be split, a row tile is one unit. The share is larger
 // than an even one where a row tile would be cut into so many parts that joining them took longer than their keys.
 //
-// Units are counted in 32 bits. Where bad lengths give more than kMaxUnits, the line ends there: all blocks must agree on
-// it, or some would look for sequences that do not exist, wait for parts that nobody has, or leave flags set.
+// Units are counted in 32 bits. Where bad lengths give more than kMaxUnits, the line ends there: all blocks must agree
+// on it, or some would look for sequences that do not exist, wait for parts that nobody has, or leave flags set.
 //
 // A block walks its units from the last to the first. Of the row tiles in its share the last may continue in the next
 // block: its partial result is stored first of all. The first may have begun in blocks before: it comes last, and this
@@ -42,7 +42,7 @@ template <class Config, class Mask, class SeqInfo>
 struct DecodeSchedule {
   using Packing = HeadPacking<Config>;
   static constexpr i32 kBlockN = Config::kBlockN;
-  static constexpr i32 kMaxUnits = 7 << 28;  // of at least 8 blocks, a share more fits 32 bits
+  static constexpr i32 kMaxUnits = 7 << 28;   // and a share more, of 8 blocks at least, fits 32 bits
   static constexpr i32 kLengthsInFlight = 4;  // of a lane: none needs the result of another
 
   // What a sequence adds to the line.
