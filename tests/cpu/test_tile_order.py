@@ -1,5 +1,5 @@
-"""The order of tiles (attn/scheduler.cuh, attn/tile_place.cuh, attn/key_tile.cuh) and the key tiles that a bool mask
-leaves (attn/mask_bits.cuh), by the headers that kernels include, compiled for the host."""
+"""The order of tiles (device/attn: scheduler, tile_place, key_tile) and the key tiles that a bool mask
+leaves (mask_bits), by the headers that kernels include, compiled for the host."""
 
 from __future__ import annotations
 
@@ -146,8 +146,8 @@ extern "C" int block_that_waits(const int* sizes, const int* cu_seqlens_q, const
   p.window_left = -1, p.window_right = sizes[7] ? 0 : -1;
   return sizes[7] ? first_to_wait<Mask<true, false>>(p) : first_to_wait<Mask<false, false>>(p);
 }
-// Of all calls with these sizes and bounds from -1 to the totals, how many have a block that waits. The last one of
-// them goes to `found`: cu_seqlens_q, cu_seqlens_k.
+// Of all calls with these sizes and bounds from -1 to the totals, how many have a block that waits. The last of them
+// goes to `found`: cu_seqlens_q, cu_seqlens_k.
 extern "C" int calls_that_wait(const int* sizes, int* found) {
   int num_bounds = sizes[0] + 1, num_waiting = 0;
   std::vector<int> bounds(2 * num_bounds, -1);
@@ -364,8 +364,8 @@ def test_blocks_of_packed_keys(library: ctypes.CDLL, seed: int, is_banded: int, 
 @pytest.mark.parametrize("is_banded", [0, 1])
 def test_no_turn_waits_for_ever_whatever_the_bounds(library: ctypes.CDLL, is_banded: int) -> None:
     """All bounds of three sequences of at most 4 queries and 7 keys, most of which no call may have. In a fixed order
-    of sums each block finds its turn when the blocks before it have ended, so blocks that start in this order all end.
-    """
+    of sums each block finds its turn when the blocks before it have ended, so blocks that start in this order all
+    end."""
     found = numbers([0] * 8)
     sizes = numbers([3, 4, 7, 1, 1, 4, 7, is_banded, 1])
     assert library.calls_that_wait(sizes, found) == 0, list(found)

@@ -42,7 +42,7 @@ template <class Config, class Mask, class SeqInfo>
 struct DecodeSchedule {
   using Packing = HeadPacking<Config>;
   static constexpr i32 kBlockN = Config::kBlockN;
-  static constexpr i32 kMaxUnits = 7 << 28;   // of at least 8 blocks, a share more fits 32 bits
+  static constexpr i32 kMaxUnits = 7 << 28;   // and a share more, of 8 blocks at least, fits 32 bits
   static constexpr i32 kLengthsInFlight = 4;  // of a lane: none needs the result of another
 
   // What a sequence adds to the line.
