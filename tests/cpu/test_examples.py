@@ -111,7 +111,10 @@ def test_training_by_flashtile_and_by_sdpa_gives_one_loss(
 ) -> None:
     words = "train_gpt.py --device cpu --layers 1 --width 32 --heads 2 --length 48 --steps 12"
     monkeypatch.setattr(sys, "argv", words.split())
-    load("train_gpt").main()
+    example = load("train_gpt")
+    heads = torch.randn(3, 2, 4, 48, 16).unbind()
+    torch.testing.assert_close(example.by_flashtile(*heads), example.by_sdpa(*heads))
+    example.main()
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     assert [row[0] for row in rows] == ["flashtile", "sdpa"]
     losses = [float(row[1]) for row in rows]
