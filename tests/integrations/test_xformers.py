@@ -362,7 +362,7 @@ def test_lengths_in_place() -> None:
     mask = bias.materialize((2, 16), torch.float64)
     assert mask.isfinite().sum(-1).tolist() == [6, 2]
     close(fmha.memory_efficient_attention(q, k, v, bias), attend(q, k, v, mask)[0])
-    with pytest.raises(ValueError, match="seqlens: got .*; accepted: 2 lengths up to 7, as before"):
+    with pytest.raises(ValueError, match=r"seqlens: got .*; accepted: 2 lengths up to 7, as before"):
         bias.k_seqinfo.from_seqlens_padded_inplace([8, 1])
 
 
@@ -387,7 +387,7 @@ def test_refusals() -> None:
     packed = attn_bias.BlockDiagonalMask.from_seqlens([4], device=CPU)
     with pytest.raises(ValueError, match="query: got batch 2; accepted: 1, with BlockDiagonalMask"):
         fmha.memory_efficient_attention(q, k, v, packed)
-    with pytest.raises(ValueError, match="key: got .*; accepted: 5 dimensions of 1 groups of 2 heads, as query"):
+    with pytest.raises(ValueError, match=r"key: got .*; accepted: 5 dimensions of 1 groups of 2 heads, as query"):
         fmha.memory_efficient_attention(q[:, :, None], k[:, :, None, :1], v[:, :, None, :1])
     with pytest.raises(TypeError, match="value: got"):
         fmha.memory_efficient_attention(q, k, v.half())
