@@ -29,7 +29,7 @@ PACKAGE = ROOT / "src" / "flashtile"
 NAME = "flashtile"
 BACKENDS = ("cuda", "cpu")
 SUFFIXES = (".py", ".cuh", ".csv")
-# Below the package: the laboratory and the command line, and what plugs into packages that import flashtile by its name
+# Below the package: the laboratory, the command line, and what imports flashtile by its name or for other packages
 LEFT_OUT = (
     "__init__.py",
     "__main__.py",
@@ -37,6 +37,7 @@ LEFT_OUT = (
     "embedded",
     "former",
     "lab",
+    "integrations/launch",
     "integrations/thunder.py",
     "integrations/vllm.py",
 )

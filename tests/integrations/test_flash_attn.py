@@ -449,6 +449,18 @@ import flash_attn_interface
     assert not [name for name in sys.modules if name.startswith("flash_attn")]
 
 
+@pytest.mark.usefixtures("installed")
+def test_what_verl_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl goes on without the loss where its import fails with ImportError, and takes einops' function from here."""
+    with pytest.raises(ImportError, match=r"flash_attn\.ops: flashtile has the attention of flash_attn, not its fused"):
+        importlib.import_module("flash_attn.ops.triton.cross_entropy")
+    einops = SimpleNamespace(rearrange=lambda x, pattern: (x, pattern))
+    monkeypatch.setitem(sys.modules, "einops", einops)
+    names: dict[str, Any] = {}
+    exec("from flash_attn.bert_padding import index_first_axis, pad_input, rearrange, unpad_input", names)
+    assert names["rearrange"] is einops.rearrange
+
+
 def test_an_installed_package_is_not_hidden(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "flash_attn.py").write_text("flash_attn_func = 'theirs'")
     monkeypatch.syspath_prepend(tmp_path)

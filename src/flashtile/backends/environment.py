@@ -87,6 +87,15 @@ GROUPS: dict[str, tuple[Variable, ...]] = {
         ),
         Variable("FLASHTILE_CACHE", "0 or 1", "1", "0: keep compiled kernels in memory only", _COMPILES),
     ),
+    "Starting programs": (
+        Variable(
+            "FLASHTILE_LAUNCH",
+            "transformers, install, flash_attn, xformers, separated by commas",
+            "none",
+            "what `python -m flashtile.integrations.launch` switches on in the processes of a program",
+            "when Python starts",
+        ),
+    ),
     "Measuring": (
         Variable(
             "FLASHTILE_COMMIT",
