@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from interfaces import apart
+from test_docs import BLOCKS
 
 import flashtile
 
@@ -189,6 +190,10 @@ def test_transformers_by_the_name(folder: Path) -> None:
         assert made.config._attn_implementation == NAME
         """,
     )
+
+
+def test_the_block_of_the_docs(folder: Path) -> None:
+    run(folder, BLOCKS["A kernel of Hugging Face's hub"], has_package=False)
 
 
 def test_the_layout(folder: Path) -> None:

@@ -71,7 +71,7 @@ def memory_efficient_attention_forward(
     op: Any = None,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The same without a gradient."""
+    """Returns the same as `memory_efficient_attention`, without a gradient."""
     with torch.no_grad():
         return _attend(query, key, value, attn_bias, p, scale, op, output_dtype)[0]
 

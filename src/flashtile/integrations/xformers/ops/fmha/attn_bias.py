@@ -86,7 +86,7 @@ def _as_bias(visible: Tensor, shape: Sequence[int], dtype: torch.dtype, device: 
 
 
 class AttentionBias:
-    """What `attn_bias` may be beside a tensor."""
+    """A bias that is described instead of stored."""
 
     def materialize(
         self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: _Device = "cpu"
@@ -109,7 +109,7 @@ class LowerTriangularMask(AttentionBias):
 
 
 class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
-    """The same, with a tensor that is added to the scores."""
+    """Query i sees keys 0 to i, and a tensor is added to the scores."""
 
     def __init__(self, bias: Tensor) -> None:
         self._bias = bias
@@ -132,7 +132,7 @@ class LowerTriangularFromBottomRightMask(AttentionBias):
 
 @dataclass
 class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottomRightMask):
-    """The same, and a query sees the last _window_size of its keys."""
+    """Causal from the bottom right; a query sees the last _window_size of its keys."""
 
     _window_size: int
 
@@ -369,7 +369,7 @@ class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
 
 @dataclass
 class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
-    """The same from the top left, and a query sees the last _window_size of its keys."""
+    """Each sequence is causal from its top left; a query sees the last _window_size of its keys."""
 
     _window_size: int = 0
 
@@ -379,7 +379,7 @@ class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
 
 @dataclass
 class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFromBottomRightMask):
-    """The same from the bottom right, and a query sees the last _window_size of its keys."""
+    """Each sequence is causal from its bottom right; a query sees the last _window_size of its keys."""
 
     _window_size: int = 0
 
@@ -407,7 +407,7 @@ class BlockDiagonalPaddedKeysMask(_Sequences):
         return cls(*_padded(q_seqlen, kv_padding, kv_seqlen, device))
 
     def make_paged(self, block_tables: Tensor, page_size: int, paged_type: type[Any]) -> Any:
-        """The same over pages: row b of block_tables lists those of sequence b."""
+        """Returns the bias over pages: row b of block_tables lists those of sequence b."""
         keys = replace(self.k_seqinfo, padding=block_tables.shape[1] * page_size)
         return paged_type(self.q_seqinfo, keys, block_tables, page_size)
 
@@ -425,14 +425,14 @@ def _padded(
 
 @dataclass
 class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):
-    """The same, and each sequence is causal from the bottom right of its keys in use."""
+    """Padded keys; each sequence is causal from the bottom right of its keys in use."""
 
     causal_diagonal: Any = None
 
 
 @dataclass
 class BlockDiagonalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
-    """The same with a window on both sides, counted from the bottom right of the keys in use."""
+    """Padded keys with a window on both sides, counted from the bottom right of the keys in use."""
 
     window_left: int
     window_right: int
@@ -446,7 +446,7 @@ class BlockDiagonalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
 
 @dataclass
 class BlockDiagonalCausalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
-    """The same, causal from the bottom right of the keys in use; a query sees the last _window_size of its keys."""
+    """Padded keys, causal from the bottom right of those in use; a query sees the last _window_size of its keys."""
 
     _window_size: int
 
@@ -498,7 +498,7 @@ class PagedBlockDiagonalPaddedKeysMask(_Sequences):
 
 @dataclass
 class PagedBlockDiagonalCausalWithOffsetPaddedKeysMask(PagedBlockDiagonalPaddedKeysMask):
-    """The same, and each sequence is causal from the bottom right of its keys in use."""
+    """Pages; each sequence is causal from the bottom right of its keys in use."""
 
     _UNPAGED_TYPE = BlockDiagonalCausalWithOffsetPaddedKeysMask
 
