@@ -23,17 +23,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from flashtile.backends.environment import LAUNCHED
 from flashtile.errors import value_error
 
 # What startup/sitecustomize.py reads
 VARIABLE = "FLASHTILE_LAUNCH"
 STARTUP = Path(__file__).parent / "startup"
-OPTIONS = {
-    "--transformers": "transformers",
-    "--install": "install",
-    "--flash-attn": "flash_attn",
-    "--xformers": "xformers",
-}
+OPTIONS = {f"--{door.replace('_', '-')}": door for door in LAUNCHED}
 
 
 def variables(doors: Sequence[str], path: str) -> dict[str, str]:
