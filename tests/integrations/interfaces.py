@@ -7,12 +7,13 @@ missing, the recorded signatures stand alone; where it is there, tests compare t
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,16 +66,19 @@ def apart(path: str) -> Path:
     return found
 
 
-@contextmanager
-def importable(*packages: str) -> Iterator[None]:
-    """Lets packages that are kept apart be imported; afterwards they cannot be found."""
-    for package in packages:
-        apart(package)
-    sys.path.insert(0, str(APART))
-    importlib.invalidate_caches()
-    try:
-        yield
-    finally:
-        sys.path.remove(str(APART))
-        for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
-            del sys.modules[name]
+@functools.cache
+def imported(name: str) -> Any:
+    """Returns a module of a package that is kept apart, imported once: it may register operators. It does not find its
+    neighbours, and nothing finds it afterwards."""
+    package = name.partition(".")[0]
+    source = apart(package)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / package).symlink_to(source)
+        sys.path.insert(0, folder)
+        importlib.invalidate_caches()
+        try:
+            return importlib.import_module(name)
+        finally:
+            sys.path.remove(folder)
+            for new in [new for new in sys.modules if new.partition(".")[0] == package]:
+                del sys.modules[new]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from interfaces import importable, outline, recorded
+from interfaces import imported, outline, recorded
 
 import flashtile
 from flashtile.integrations import xformers as ours
@@ -37,14 +37,12 @@ def test_interface() -> None:
         assert (name, outline(_named(owner, name))) == (name, parameters)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def theirs() -> Any:
     """The package's own fmha. Without its compiled part it has the bias classes and little else."""
-    with importable("xformers"):
-        return importlib.import_module("xformers.ops.fmha")
+    return imported("xformers.ops.fmha")
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_the_recorded_interface_is_the_packages(theirs: Any) -> None:
     for name, parameters in INTERFACE.items():
         owner = theirs if hasattr(theirs, name.partition(".")[0]) else theirs.attn_bias
