@@ -142,11 +142,13 @@ clean:
 	FLASHTILE_EXTENSION=1 $(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@
 
-.venv-integrations/ready: requirements-integrations.txt $(EXTENSION_SOURCES)
+.venv-integrations/ready: requirements-integrations.txt requirements-apart.txt $(EXTENSION_SOURCES)
 	$(PYTHON) -m venv .venv-integrations
 	.venv-integrations/bin/python -m pip install --quiet $(TORCH)
 	.venv-integrations/bin/python -m pip install --quiet -r requirements-integrations.txt
 	.venv-integrations/bin/python -m pip install --quiet --no-deps $(TORCHTITAN)
+	rm -rf .venv-integrations/apart
+	.venv-integrations/bin/python -m pip install --quiet --no-deps --target .venv-integrations/apart -r requirements-apart.txt
 	FLASHTILE_EXTENSION=1 .venv-integrations/bin/python setup.py --quiet build_ext --inplace
 	touch $@
 

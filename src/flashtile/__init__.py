@@ -46,7 +46,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """`install` and `uninstall`, whose module is imported when one of them is asked for."""
     if name in ("install", "uninstall"):
-        return getattr(importlib.import_module("flashtile.integrations.torch_ops"), name)
+        return getattr(importlib.import_module(f"{__name__}.integrations.torch_ops"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -66,8 +66,8 @@ def caller_stacklevel() -> int:
     """Returns the level of the first frame outside of flashtile and torch for a `warnings.warn` in the function that
     asks; torch's dispatcher may stand between a public function and its kernel. On autograd's threads there is no such
     frame, and the outermost is taken."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("flashtile", "torch"):
+    level, frame, inner = 1, sys._getframe(1), (__name__.partition(".")[0], "torch")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in inner:
         level, frame = level + 1, frame.f_back
     return level
 

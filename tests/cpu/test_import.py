@@ -63,6 +63,7 @@ assert not {"triton", "torch.utils.flop_counter", "torch._dynamo", "matplotlib"}
 
 
 NONSENSE = {
+    "FLASHTILE_LAUNCH": ("transformers,all", "accepted: transformers, install, flash_attn, xformers, separated by"),
     "FLASHTILE_STRICT": ("false", "accepted: 0 or 1."),
     "FLASHTILE_CHECK": ("yes", "accepted: 0 or 1."),
     "FLASHTILE_CACHE": ("2", "accepted: 0 or 1."),

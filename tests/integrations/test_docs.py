@@ -37,7 +37,7 @@ def run(block: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("title", BLOCKS)
 def test_block(title: str, tmp_path: Path) -> None:
-    for package in ("megatron.core", "thunder", "torchtitan", "vllm"):
+    for package in ("kernels", "megatron.core", "thunder", "torchtitan", "vllm"):
         if re.search(rf"^(import|from) {package}\b", BLOCKS[title], re.MULTILINE):
             try:
                 importlib.import_module(package)
@@ -67,3 +67,14 @@ def test_versions_are_those_of_the_environment() -> None:
     pins = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "requirements-integrations.txt").read_text(), re.MULTILINE))
     for package in ("transformers", "diffusers", "onnxruntime"):
         assert f"{package} {pins[package]}" in PAGE.replace("| transformers | ", "| transformers ")
+    apart = dict(re.findall(r"^(\S+)==(\S+)", (ROOT / "requirements-apart.txt").read_text(), re.MULTILINE))
+    written = {
+        "axolotl": "axolotl",
+        "kernels": "kernels",
+        "llamafactory": "LLaMA-Factory",
+        "trl": "TRL",
+        "verl": "verl",
+    }
+    for package, name in (written | {"xformers": "xformers"}).items():
+        assert f"{name} {apart[package]}" in PAGE
+    assert f"FlashAttention-3 and -4 ({apart['flash-attn-4']})" in PAGE

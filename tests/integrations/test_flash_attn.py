@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from interfaces import apart, outline, outline_of_source, recorded
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import flashtile
@@ -147,6 +148,122 @@ def test_first_arguments_are_those_of_the_facades() -> None:
             for f in (getattr(ours, name), getattr(flashtile, name))
         ]
         assert positional[0] == positional[1]
+
+
+def test_the_arguments_are_version_4s() -> None:
+    for name, parameters in recorded("flash-attn-4-4.0.0b36").items():
+        assert outline(getattr(cute, name)).partition(", *")[0] == parameters
+
+
+def test_the_recorded_arguments_are_the_packages() -> None:
+    source = apart("flash_attn/cute/interface.py")
+    for name, parameters in recorded("flash-attn-4-4.0.0b36").items():
+        assert outline_of_source(source, name) == parameters
+
+
+@pytest.mark.parametrize(("fork", "module"), [("vllm-flash-attention-03ef28b", ours), ("sglang-kernel-0.4.10", fa3)])
+def test_calls_of_forks(fork: str, module: Any) -> None:
+    """Every argument of the fork, by its name and with its default."""
+    (q, k, v), cu_seqlens = packed()
+    queries, keys, values = dense()
+    lengths = {"max_seqlen_q": 9, "cu_seqlens_q": cu_seqlens, "max_seqlen_k": 9}
+    given = {"q": q, "k": k, "v": v, **lengths, "k_cache": keys, "v_cache": values}
+    for name, parameters in recorded(fork).items():
+        is_packed = name == "flash_attn_varlen_func"
+        required = {x: given[x] for x in parameters["required"] if x in given}
+        defaults = parameters["defaults"] | ({"cu_seqlens_k": cu_seqlens} if is_packed else {})
+        required |= {} if is_packed else {"q": queries}
+        expected = getattr(module, name)(**required, **({"cu_seqlens_k": cu_seqlens} if is_packed else {}))
+        assert torch.equal(getattr(module, name)(**{**required, **defaults}), expected)
+        out = torch.full_like(expected, torch.nan)
+        again, lse = getattr(module, name)(**{**required, **defaults, "out": out, "return_softmax_lse": True})
+        assert again is out
+        assert torch.equal(out, expected)
+        assert lse.shape[-1] == required["q"].shape[-3]
+        for refused in ("q_descale", "k_descale", "v_descale", "q_v", "qv", "only_qv", "score_mod", "cp_tot_seqused_k"):
+            if refused in parameters["defaults"]:
+                with pytest.raises(flashtile.Unsupported, match=f"{refused}: got Tensor; accepted: None"):
+                    getattr(module, name)(**{**required, **defaults, refused: torch.ones(1)})
+    if module is ours:
+        with pytest.raises(flashtile.Unsupported, match=r"cp_world_size: got 2 \(int\); accepted: 1"):
+            ours.flash_attn_varlen_func(q, k, v, **lengths, cu_seqlens_k=cu_seqlens, cp_world_size=2)
+
+
+@pytest.mark.parametrize("module", [ours, fa3, cute], ids=lambda module: module.__name__.rpartition(".")[2])
+def test_results_written_into_out(module: Any) -> None:
+    (q, k, v), cu_seqlens = packed()
+    lengths = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": 9, "max_seqlen_k": 9}
+    for name, inputs, options in (
+        ("flash_attn_func", dense(), {}),
+        ("flash_attn_varlen_func", (q, k, v), lengths),
+    ):
+        function = getattr(module, name)
+        expected = function(*inputs, **options, causal=True)
+        whole = torch.full((*inputs[0].shape[:-1], 2 * DIM), torch.nan)
+        out = whole[..., ::2]  # as a part of something larger
+        found = function(*inputs, **options, causal=True, out=out)
+        first = (lambda x: x[0]) if module is cute else (lambda x: x)
+        assert first(found) is out
+        assert torch.equal(out, first(expected))
+        assert whole[..., 1::2].isnan().all()
+        with pytest.raises(ValueError, match=r"out: got shape .*; accepted: shape .* \(float32 on .*\), as the result"):
+            function(*inputs, **options, out=out.half())
+        leaf = inputs[0].clone().requires_grad_()
+        with pytest.raises(flashtile.Unsupported, match=r"out: got a tensor, with inputs that require grad; .*no_grad"):
+            function(leaf, *inputs[1:], **options, out=out)
+        with torch.no_grad():
+            assert first(function(leaf, *inputs[1:], **options, out=out)) is out
+
+
+def test_sinks_of_forks() -> None:
+    q, k, v = dense()
+    sinks = torch.randn(HEADS)
+    expected = ours.flash_attn_func(q, k, v, s_aux=sinks)
+    torch.testing.assert_close(fa3.flash_attn_func(q, k, v, sinks=sinks), expected)
+    (q, k, v), cu_seqlens = packed()
+    expected = ours.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 9, 9, s_aux=sinks)
+    torch.testing.assert_close(fa3.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 9, 9, sinks=sinks), expected)
+
+
+def test_packed_queries_over_a_cache() -> None:
+    """As SGLang calls it: queries of several lengths, no new keys."""
+    keys, values = torch.randn(3, 12, HEADS_KV, DIM), torch.randn(3, 12, HEADS_KV, DIM)
+    lengths, used = [2, 1, 4], torch.tensor([7, 3, 12], dtype=torch.int32)
+    q = torch.randn(sum(lengths), HEADS, DIM)
+    cu_seqlens_q = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    given = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": 4, "causal": True}
+    rows = torch.tensor([2, 0, 1], dtype=torch.int32)
+    table = torch.tensor([[5, 0, 4], [3, 1, 2], [8, 6, 7]], dtype=torch.int32)  # pages of 4 rows
+    pages_k, pages_v = (x.view(9, 4, HEADS_KV, DIM) for x in (keys, values))
+    for options, places in (
+        ({"cache_seqlens": used}, range(3)),
+        ({"cache_seqlens": used, "cache_batch_idx": rows}, rows.tolist()),
+        ({}, range(3)),
+        ({"cache_seqlens": 5}, range(3)),
+    ):
+        out, lse = fa3.flash_attn_with_kvcache(q, keys, values, **given, **options, return_softmax_lse=True)
+        ends = options.get("cache_seqlens", 12)
+        ends = [int(x) for x in ends] if isinstance(ends, torch.Tensor) else [ends] * 3
+        parts = (x.split(lengths, dim) for x, dim in ((q, 0), (out, 0), (lse, 1)))
+        for own_q, own_out, own_lse, row, end in zip(*parts, places, ends, strict=True):
+            one = (own_q, keys[row, :end], values[row, :end])
+            expected = ours.flash_attn_func(*(x[None] for x in one), causal=True, return_lse=True)
+            torch.testing.assert_close((own_out[None], own_lse[None]), expected)
+    out = fa3.flash_attn_with_kvcache(q, pages_k, pages_v, **given, cache_seqlens=used, page_table=table)
+    gathered = [x[table.long()].flatten(1, 2) for x in (pages_k, pages_v)]
+    torch.testing.assert_close(out, fa3.flash_attn_with_kvcache(q, *gathered, **given, cache_seqlens=used))
+    with pytest.raises(flashtile.Unsupported, match="k: got Tensor; accepted: None"):
+        fa3.flash_attn_with_kvcache(q, keys, values, q, q, **given, cache_seqlens=used)
+    with pytest.raises(ValueError, match="cache_batch_idx: got it with page_table; accepted: one of the two"):
+        fa3.flash_attn_with_kvcache(q, pages_k, pages_v, **given, page_table=table, cache_batch_idx=rows)
+
+
+def test_gathered_keys_are_refused() -> None:
+    """flash_attn's own functions take their options with gather_kv_indices alone, too."""
+    q, k, v = dense()
+    for refused in ({"gather_bwd_recompute_p": True}, {"gather_bwd_token_chunk": 64}):
+        with pytest.raises(flashtile.Unsupported, match=f"{next(iter(refused))}: got .*; accepted: None"):
+            cute.flash_attn_func(q, k, v, **refused)
 
 
 def test_compiled() -> None:
@@ -330,6 +447,18 @@ import flash_attn_interface
     ours.install()  # a second time changes nothing
     ours.uninstall()
     assert not [name for name in sys.modules if name.startswith("flash_attn")]
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_verl_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl goes on without the loss where its import fails with ImportError, and takes einops' function from here."""
+    with pytest.raises(ImportError, match=r"flash_attn\.ops: flashtile has the attention of flash_attn, not its fused"):
+        importlib.import_module("flash_attn.ops.triton.cross_entropy")
+    einops = SimpleNamespace(rearrange=lambda x, pattern: (x, pattern))
+    monkeypatch.setitem(sys.modules, "einops", einops)
+    names: dict[str, Any] = {}
+    exec("from flash_attn.bert_padding import index_first_axis, pad_input, rearrange, unpad_input", names)
+    assert names["rearrange"] is einops.rearrange
 
 
 def test_an_installed_package_is_not_hidden(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -391,3 +391,13 @@ def test_register_twice_and_undo() -> None:
         llama().set_attn_implementation("flashtile")
     with pytest.raises(ValueError, match="ftile"):
         llama().set_attn_implementation("ftile")
+
+
+def test_the_name_for_programs_that_take_hub_kernels_alone() -> None:
+    """It needs no hub and no `kernels`."""
+    config = llama().config
+    model = LlamaForCausalLM._from_config(config, attn_implementation=ours.HUB_NAME)
+    assert model.config._attn_implementation == "ftile"
+    model.set_attn_implementation("eager")
+    model.set_attn_implementation({"": ours.HUB_NAME})
+    assert model.config._attn_implementation == "ftile"

@@ -6,13 +6,14 @@ nonsense is refused there, not by the first call that it would concern.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 from flashtile import families
 from flashtile.backends import native, registry
-from flashtile.errors import is_switched_on
+from flashtile.errors import is_switched_on, value_error
 from flashtile.plans import arch
 from flashtile.problem import is_checking
 from flashtile.runtime import extension, toolchain
@@ -30,6 +31,9 @@ _FIRST = "by the first call of a kind, and by explain"
 _COMPILES = "when a kernel is compiled or loaded"
 _LADDER = "by `flashtile ladder`"
 _BUILD = "when the package is built"
+
+# What flashtile.integrations.launch can switch on
+LAUNCHED = ("transformers", "install", "flash_attn", "xformers")
 
 # docs/environment.md has a table for each of these groups, `flashtile info` a line for each variable
 GROUPS: dict[str, tuple[Variable, ...]] = {
@@ -88,6 +92,15 @@ GROUPS: dict[str, tuple[Variable, ...]] = {
         ),
         Variable("FLASHTILE_CACHE", "0 or 1", "1", "0: keep compiled kernels in memory only", _COMPILES),
     ),
+    "Starting programs": (
+        Variable(
+            "FLASHTILE_LAUNCH",
+            f"{', '.join(LAUNCHED)}, separated by commas",
+            "none",
+            "what `python -m flashtile.integrations.launch` switches on in the processes of a program",
+            "when Python starts",
+        ),
+    ),
     "Measuring": (
         Variable(
             "FLASHTILE_COMMIT",
@@ -134,8 +147,17 @@ GROUPS: dict[str, tuple[Variable, ...]] = {
     ),
 }
 MEANINGS = {variable.name: variable.meaning for group in GROUPS.values() for variable in group}
+
+
+def _launched() -> None:
+    named = os.environ.get("FLASHTILE_LAUNCH", "")
+    if not set(filter(None, named.split(","))).issubset(LAUNCHED):
+        raise value_error("FLASHTILE_LAUNCH", repr(named), f"{', '.join(LAUNCHED)}, separated by commas")
+
+
 # Variables that do not take any text
 READERS: dict[str, Callable[[], object]] = {
+    "FLASHTILE_LAUNCH": _launched,
     "FLASHTILE_STRICT": registry.is_strict,
     "FLASHTILE_CHECK": is_checking,
     "FLASHTILE_NVRTC": toolchain.named_file,

@@ -160,7 +160,7 @@ class TritonBackend(Backend):
 
 @functools.cache
 def _kernels() -> Any:
-    return importlib.import_module("flashtile.backends.triton_kernels")
+    return importlib.import_module(__name__ + "_kernels")
 
 
 @functools.cache

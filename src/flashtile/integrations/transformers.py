@@ -37,6 +37,8 @@ if torch.distributed.is_available():
     current = distributed.current
 
 NAME = "flashtile"
+# The same, for programs that take no other names than their own and those of the hub's kernels
+HUB_NAME = "flashtile/flashtile"
 # What a model's config says. Without "flash" in it
 CONFIG_NAME = "ftile"
 
@@ -74,7 +76,7 @@ def _named(asked: Any) -> Any:
     """Returns what is asked for, of a model or by part, with the name of the config."""
     if isinstance(asked, dict):
         return {part: _named(name) for part, name in asked.items()}
-    return CONFIG_NAME if asked == NAME else asked
+    return CONFIG_NAME if asked in (NAME, HUB_NAME) else asked
 
 
 def _adjusting(method: Callable[..., str]) -> Any:

@@ -14,7 +14,7 @@ import torch
 from flashtile.errors import unsupported, value_error
 from flashtile.runtime import driver
 
-_NAME = "flashtile._C"
+_NAME = __name__.replace(".runtime.extension", "._C")
 _ISA_SWITCH = "FLASHTILE_CPU_ISA"
 _ALL_INSTRUCTION_SETS = ("avx512", "avx2", "baseline")  # that some build and processor have
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")

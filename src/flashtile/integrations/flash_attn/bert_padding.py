@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -33,3 +36,10 @@ def unpad_input(
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Packed rows (total, ...) to (batch, seqlen, ...), zeros elsewhere."""
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
+
+
+def __getattr__(name: str) -> Any:
+    """flash_attn's module has einops' rearrange, and verl imports it from there."""
+    if name == "rearrange":
+        return importlib.import_module("einops").rearrange
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,5 +1,6 @@
 """FlashAttention-4's functions (flash_attn.cute), argument by argument; both return (out, lse), and lse is None unless
-return_lse asks for it. Code for scores and masks (score_mod, mask_mod) and block-sparse tensors are refused by name."""
+return_lse asks for it. Code for scores and masks (score_mod, mask_mod), block-sparse tensors and gathered keys are
+refused by name. Behind the arguments is `out`, of SGLang's fork, and others of it that are refused."""
 
 from __future__ import annotations
 
@@ -9,8 +10,7 @@ from torch import Tensor
 
 from flashtile.errors import value_error
 from flashtile.integrations.flash_attn import flash_attn_interface as fa2
-from flashtile.integrations.flash_attn.fa3 import refuse
-from flashtile.integrations.flash_attn.flash_attn_interface import Window
+from flashtile.integrations.flash_attn.flash_attn_interface import Window, refuse
 
 
 def flash_attn_func(
@@ -35,11 +35,16 @@ def flash_attn_func(
     block_sparse_tensors: Any = None,
     block_sparse_tensors_bwd: Any = None,
     return_lse: bool = False,
+    gather_bwd_recompute_p: bool = False,
+    gather_bwd_token_chunk: int | None = None,
+    *,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(batch, rows, heads, dim)."""
+    refuse(gather_bwd_recompute_p=gather_bwd_recompute_p, gather_bwd_token_chunk=gather_bwd_token_chunk)
     refuse(qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, mask_mod=mask_mod)
     refuse(block_sparse_tensors=block_sparse_tensors)
-    out, lse = fa2.flash_attn_func(
+    result, lse = fa2.flash_attn_func(
         *(q, k, v),
         softmax_scale=softmax_scale,
         causal=causal,
@@ -48,8 +53,9 @@ def flash_attn_func(
         softcap=softcap or 0.0,
         deterministic=deterministic,
         return_lse=True,
+        out=out,
     )
-    return out, lse if return_lse else None
+    return result, lse if return_lse else None
 
 
 def flash_attn_varlen_func(
@@ -84,13 +90,23 @@ def flash_attn_varlen_func(
     scheduler_metadata: Any = None,
     seqlen_k_per_split: int | None = None,
     disable_scheduler_metadata: bool = False,
+    gather_bwd_recompute_p: bool = False,
+    gather_bwd_token_chunk: int | None = None,
+    *,
+    out: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    rel_bias: Any = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(total, heads, dim) and cumulative lengths."""
+    refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, rel_bias=rel_bias)
+    refuse(gather_bwd_recompute_p=gather_bwd_recompute_p, gather_bwd_token_chunk=gather_bwd_token_chunk)
     refuse(qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, mask_mod=mask_mod)
     refuse(block_sparse_tensors=block_sparse_tensors, seqused_q=seqused_q)
     if cu_seqlens_q is None:
         raise value_error("cu_seqlens_q", "None", "cumulative lengths", "Call flash_attn_func for dense tensors")
-    out, lse = fa2.flash_attn_varlen_func(
+    result, lse = fa2.flash_attn_varlen_func(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
         seqused_k=seqused_k,
         page_table=page_table,
@@ -101,5 +117,6 @@ def flash_attn_varlen_func(
         softcap=softcap or 0.0,
         deterministic=deterministic,
         return_lse=True,
+        out=out,
     )
-    return out, lse if return_lse else None
+    return result, lse if return_lse else None

@@ -1,6 +1,7 @@
-"""FlashAttention-2's functions, argument by argument, and behind them the keywords of later versions that mean
-something here: s_aux and learnable_sink, seqused_k, page_table, return_lse. num_splits and pack_gqa do not change a
-result; flashtile chooses them itself. Index tensors may be int64."""
+"""FlashAttention-2's functions, argument by argument, and behind them the keywords of later versions and of vLLM's fork
+that mean something here: s_aux and learnable_sink, seqused_k, page_table, out, return_lse and return_softmax_lse.
+num_splits, pack_gqa, scheduler_metadata and fa_version do not change a result; flashtile chooses by itself. Keywords
+that change a result and are not offered are refused by name. Index tensors may be int64."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashtile.api import attention, attention_kvcache, attention_varlen, call_as
-from flashtile.errors import value_error
+from flashtile.errors import dtype_name, unsupported, value_error
 from flashtile.facades import last_contiguous
 
 Window = Sequence[int | None] | Tensor
@@ -22,8 +23,8 @@ def int32(index: Any) -> Any:
     return index.to(torch.int32) if isinstance(index, Tensor) and index.dtype == torch.int64 else index
 
 
-def _window(window: Window) -> Any:
-    """flash_attn takes whatever has two elements."""
+def _window(window: Window | None) -> Any:
+    """flash_attn takes whatever has two elements, vLLM's fork None."""
     return tuple(window.tolist()) if isinstance(window, Tensor) else window
 
 
@@ -34,6 +35,38 @@ def one_of(name: str, first: Any, other: str, second: Any) -> Any:
     return second if first is None else first
 
 
+_NEUTRAL = (None, 0)
+
+
+def refuse(**values: Any) -> None:
+    """Raises for the first argument that is given."""
+    for name, value in values.items():
+        if isinstance(value, Tensor) or value not in _NEUTRAL:
+            raise unsupported(name, type(value).__name__ if isinstance(value, Tensor) else repr(value), "None")
+
+
+def refuse_shared_context(cp_world_size: int, cp_tot_seqused_k: Tensor | None) -> None:
+    """Raises for keys that other ranks hold, which vLLM's fork counts."""
+    if cp_world_size != 1:
+        raise unsupported("cp_world_size", cp_world_size, "1")
+    refuse(cp_tot_seqused_k=cp_tot_seqused_k)
+
+
+def written(result: Any, out: Tensor | None, *inputs: Tensor) -> Any:
+    """The result, with its output copied into `out` if that is given."""
+    if out is None:
+        return result
+    first, *rest = result if isinstance(result, tuple) else (result,)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+        hint = "Call it under torch.no_grad()"
+        raise unsupported("out", "a tensor, with inputs that require grad", "None where gradients are recorded", hint)
+    if out.shape != first.shape or out.dtype != first.dtype or out.device != first.device:
+        accepted = f"shape {tuple(first.shape)} ({dtype_name(first.dtype)} on {first.device}), as the result"
+        raise value_error("out", out, accepted)
+    out.copy_(first)
+    return (out, *rest) if isinstance(result, tuple) else out
+
+
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -41,7 +74,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: Window | None = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -52,9 +85,12 @@ def flash_attn_func(
     num_splits: int = 0,
     pack_gqa: bool | None = None,
     return_lse: bool = False,
+    return_softmax_lse: bool = False,
+    out: Tensor | None = None,
+    fa_version: int | None = None,
 ) -> Any:
     """(batch, rows, heads, dim). return_attn_probs gives (out, lse, an empty tensor), return_lse (out, lse)."""
-    out, lse = call_as(
+    result, lse = call_as(
         NAMES,
         attention,
         *(last_contiguous(tensor) for tensor in (q, k, v)),
@@ -69,7 +105,7 @@ def flash_attn_func(
         return_lse=True,
         layout="bshd",
     )
-    return _results(out, lse, return_attn_probs, return_lse)
+    return written(_results(result, lse, return_attn_probs, return_lse or return_softmax_lse), out, q, k, v)
 
 
 def flash_attn_varlen_func(
@@ -77,13 +113,13 @@ def flash_attn_varlen_func(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: Window | None = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -97,10 +133,23 @@ def flash_attn_varlen_func(
     num_splits: int = 0,
     pack_gqa: bool | None = None,
     return_lse: bool = False,
+    return_softmax_lse: bool = False,
+    out: Tensor | None = None,
+    scheduler_metadata: Any = None,
+    fa_version: int | None = None,
+    q_v: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    cp_world_size: int = 1,
+    cp_rank: int = 0,
+    cp_tot_seqused_k: Tensor | None = None,
 ) -> Any:
     """(total, heads, dim) and cumulative lengths; with a block table k and v are pages (num_pages, page_size, heads,
     dim)."""
-    out, lse = call_as(
+    refuse(q_v=q_v, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse_shared_context(cp_world_size, cp_tot_seqused_k)
+    result, lse = call_as(
         NAMES,
         attention_varlen,
         *(last_contiguous(tensor) for tensor in (q, k, v)),
@@ -117,7 +166,7 @@ def flash_attn_varlen_func(
         deterministic=deterministic or None,
         return_lse=True,
     )
-    return _results(out, lse, return_attn_probs, return_lse)
+    return written(_results(result, lse, return_attn_probs, return_lse or return_softmax_lse), out, q, k, v)
 
 
 def flash_attn_with_kvcache(
@@ -134,7 +183,7 @@ def flash_attn_with_kvcache(
     block_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: Window | None = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,
@@ -145,10 +194,17 @@ def flash_attn_with_kvcache(
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     pack_gqa: bool | None = None,
+    out: Tensor | None = None,
+    scheduler_metadata: Any = None,
+    fa_version: int | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Any:
     """New queries over a cache; k and v are written into it. The result carries no gradient."""
+    refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     with torch.no_grad():
-        return call_as(
+        result = call_as(
             NAMES,
             attention_kvcache,
             *(last_contiguous(q), k_cache, v_cache),
@@ -170,6 +226,7 @@ def flash_attn_with_kvcache(
             num_splits=num_splits,
             return_lse=return_softmax_lse,
         )
+        return written(result, out)
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Any:
