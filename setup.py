@@ -152,7 +152,7 @@ def extensions() -> list[Extension]:
                 Path("src/flashtile/device/attn/params.cuh"),
             ]
         ],
-        include_dirs=["src"],
+        include_dirs=["src/flashtile"],
         define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION)],
         libraries=["torch_cpu"],
         language="c++",

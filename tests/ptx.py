@@ -11,7 +11,7 @@ from flashtile.runtime import nvrtc, toolchain
 
 def copy_headers(target: Path) -> None:
     """Copies every header to an include root of a test's own."""
-    for header in (nvrtc.INCLUDE / "flashtile").rglob("*.cuh"):
+    for header in nvrtc.INCLUDE.rglob("*.cuh"):
         copy = target / header.relative_to(nvrtc.INCLUDE)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(header, copy)

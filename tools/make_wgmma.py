@@ -20,7 +20,7 @@ HEAD = """\
 // clang-format off
 #pragma once
 
-#include "flashtile/device/core/types.cuh"
+#include "device/core/types.cuh"
 
 namespace flashtile {
 

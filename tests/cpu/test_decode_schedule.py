@@ -69,10 +69,10 @@ unsigned __ballot_sync(unsigned, bool x) {
   yield();
   return found;
 }
-#include "flashtile/device/ptx/sync.cuh"
+#include "device/ptx/sync.cuh"
 int processors = 132;
 #define num_multiprocessors() processors
-#include "flashtile/families/decode_sm90/schedule.cuh"
+#include "families/decode_sm90/schedule.cuh"
 using namespace flashtile;
 
 struct Config {

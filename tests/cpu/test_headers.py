@@ -14,7 +14,7 @@ import pytest
 from flashtile import families
 from flashtile.runtime.nvrtc import INCLUDE
 
-PACKAGE = INCLUDE / "flashtile"
+PACKAGE = INCLUDE
 HEADERS = sorted(path.relative_to(INCLUDE).as_posix() for path in PACKAGE.rglob("*.cuh"))
 LAYERS = ("core", "ptx", "tile", "attn")  # of device/: each includes from its own and those before it
 SHARED = {"simt", "sm90_f32", "steps"}  # folders of families/ that every family may use, and that use device/ alone
@@ -164,6 +164,6 @@ def test_includes_are_ours(header):
 
 
 def test_one_file_knows_each_compiler_macro():
-    owners = {"__CUDA_ARCH__": "flashtile/device/core/arch.cuh", "__CUDACC_RTC__": "flashtile/device/core/types.cuh"}
+    owners = {"__CUDA_ARCH__": "device/core/arch.cuh", "__CUDACC_RTC__": "device/core/types.cuh"}
     for macro, owner in owners.items():
         assert {header for header in HEADERS if macro in text(header)} <= {owner}

@@ -21,7 +21,7 @@ CONSUMERS, STAGES, BLOCK_N = 3, 4, 64
 SOURCE = (
     BUILTINS
     + f"""
-#include "flashtile/families/fwd_sm90_short/item_walk.cuh"
+#include "families/fwd_sm90_short/item_walk.cuh"
 using namespace flashtile;
 template <bool kIsOneTile_>
 struct Config {{

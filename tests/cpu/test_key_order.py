@@ -16,7 +16,7 @@ from flashtile.runtime.nvrtc import INCLUDE
 COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ on PATH")
 SOURCE = """
-#include "flashtile/device/attn/key_order.cuh"
+#include "device/attn/key_order.cuh"
 extern "C" int group_of(int num_rows, int num_tiles, int num_multiprocessors) {
   return flashtile::order_group(num_rows, num_tiles, num_multiprocessors);
 }

@@ -94,7 +94,7 @@ BIASED = Features(bias_dtype="float32")
 
 
 def headers():
-    return [path for path in (nvrtc.INCLUDE / "flashtile").rglob("*.cuh") if path.name != "mutation.cuh"]
+    return [path for path in nvrtc.INCLUDE.rglob("*.cuh") if path.name != "mutation.cuh"]
 
 
 def write(features: Features, is_wide: bool = False, is_first: bool = False) -> dict[str, tuple[str, str]]:
@@ -183,7 +183,7 @@ def test_without_faults_the_headers_give_the_same_ptx(tmp_path, monkeypatch, see
     expected = {name: plain_ptx(name) for name in kernels}
     copy_headers(tmp_path / "include")
     monkeypatch.setattr(nvrtc, "INCLUDE", tmp_path / "include")
-    (tmp_path / "include" / "flashtile" / "device" / "core" / "mutation.cuh").write_text("#pragma once\n")
+    (tmp_path / "include" / "device" / "core" / "mutation.cuh").write_text("#pragma once\n")
     for path in headers():
         path.write_text(WORDS_BEFORE.sub("", WRONG_LINE.sub("", path.read_text())))
         assert "mutates" not in path.read_text()

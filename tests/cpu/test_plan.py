@@ -331,7 +331,7 @@ def test_kernels_without_tiles_have_the_sizes_that_plans_launch_them_with() -> N
     """A combination that no lane has a column for would be left out without a word."""
     names = ("fwd_combine", "bwd_preprocess", "bwd_sm90_steps", "mask_bits")
     headers = (*(f"families/steps/{name}.cuh" for name in names), "device/attn/mask_bits.cuh")
-    text = "".join((nvrtc.INCLUDE / "flashtile" / header).read_text() for header in headers)
+    text = "".join((nvrtc.INCLUDE / header).read_text() for header in headers)
     sizes = {name: int(value) for name, value in re.findall(r"constexpr i32 (k\w+) = (\d+);", text)}
     assert (sizes["kMaskGroup"], sizes["kMaskWord"], sizes["kMaskBitsThreads"]) == (
         family_steps.MASK_GROUP,

@@ -143,7 +143,7 @@ def test_kernels_are_built_for_the_tool_that_watches(sanitize, monkeypatch: pyte
 
 
 PIPELINE = """
-#include "flashtile/device/tile/pipeline.cuh"
+#include "device/tile/pipeline.cuh"
 namespace flashtile {
 static_assert(kArrivalWeight == WEIGHT && kCopiesExactly == IS_EXACT);
 __global__ void arrivals_kernel(const u16* from, i32 count) {

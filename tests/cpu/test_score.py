@@ -51,7 +51,7 @@ struct Probe : ScoreFunction<kIsNatural, true> {
 }
 """
 SOURCE = """
-#include "flashtile/device/attn/score.cuh"
+#include "device/attn/score.cuh"
 using namespace flashtile;
 template <class ScoreMod>
 void find(const Params& p, int head, int i, int j, float dot, float lse, float* out) {
@@ -157,9 +157,9 @@ class Element:
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder: Path = tmp_path_factory.mktemp("score")
-    host = folder / "host" / "flashtile" / "device" / "core"
+    host = folder / "host" / "device" / "core"
     host.mkdir(parents=True)
-    math_header = (INCLUDE / "flashtile" / "device" / "core" / "math.cuh").read_text()
+    math_header = (INCLUDE / "device" / "core" / "math.cuh").read_text()
     for name, call in ON_HOST.items():
         math_header = re.sub(rf'asm\("{re.escape(name)} [^;]*;" : "=f"\(y\) : "f"\(x\)\);', f"y = {call};", math_header)
     (host / "math.cuh").write_text(math_header)

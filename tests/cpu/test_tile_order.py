@@ -44,13 +44,13 @@ SOURCE = (
     BUILTINS
     + """
 #include <vector>
-#include "flashtile/device/ptx/sync.cuh"
+#include "device/ptx/sync.cuh"
 int processors = 132;
 #define num_multiprocessors() processors
-#include "flashtile/device/attn/key_tile.cuh"
-#include "flashtile/device/attn/mask_bits.cuh"
-#include "flashtile/device/attn/scheduler.cuh"
-#include "flashtile/device/ptx/bulk.cuh"
+#include "device/attn/key_tile.cuh"
+#include "device/attn/mask_bits.cuh"
+#include "device/attn/scheduler.cuh"
+#include "device/ptx/bulk.cuh"
 using namespace flashtile;
 // order: 0 as they come, 1 pairs under a band, 2 in rotation. cu_seqlens: of packed sequences, or null.
 extern "C" int tiles_of(int block, int grid, int order, int batch, int heads, int seqlen_q, int shares_bias,

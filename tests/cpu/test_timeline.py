@@ -23,7 +23,7 @@ from flashtile.runtime import nvrtc
 
 pytestmark = pytest.mark.usefixtures("kept_kernels")
 ENTRY = "loop_kernel"
-UNIT = """#include "flashtile/device/core/timeline.cuh"
+UNIT = """#include "device/core/timeline.cuh"
 extern "C" __global__ void loop_kernel(float* x) {
   for (int step = 0; step < 4; ++step) {
     MARK
@@ -43,13 +43,13 @@ def test_a_mark_is_nothing_in_an_ordinary_build():
 
 def test_kernels_with_marks_are_found():
     assert timeline.has_marks(MARKED.replace("flashtile::mark(flashtile::Phase", "mark(Phase"))
-    assert timeline.has_marks('#include "flashtile/families/fwd_sm90/fwd_sm90.cuh"\n')
-    assert timeline.has_marks('#include "flashtile/families/bwd_sm90/bwd_sm90.cuh"\n')
-    assert not timeline.has_marks('#include "flashtile/families/steps/bwd_sm90_steps.cuh"\n')
+    assert timeline.has_marks('#include "families/fwd_sm90/fwd_sm90.cuh"\n')
+    assert timeline.has_marks('#include "families/bwd_sm90/bwd_sm90.cuh"\n')
+    assert not timeline.has_marks('#include "families/steps/bwd_sm90_steps.cuh"\n')
     for kernel in ("fwd_sm90", "bwd_sm90"):  # producer and consumers
-        text = (nvrtc.INCLUDE / "flashtile" / "families" / kernel / f"{kernel}.cuh").read_text()
+        text = (nvrtc.INCLUDE / "families" / kernel / f"{kernel}.cuh").read_text()
         assert {"wait_k_stage", "copy_k", "wait_turn", "issue"} <= set(re.findall(r"mark\(Phase::(\w+)", text))
-    assert not timeline.has_marks('#include "flashtile/device/core/timeline.cuh"\n')
+    assert not timeline.has_marks('#include "device/core/timeline.cuh"\n')
 
 
 def test_the_phases_are_read_from_the_header():

@@ -2,9 +2,9 @@
 // kernels take it for.
 #pragma once
 
-#include "flashtile/device/ptx/tma.cuh"
-#include "flashtile/device/ptx/wgmma.cuh"
-#include "flashtile/device/tile/fragment.cuh"
+#include "device/ptx/tma.cuh"
+#include "device/ptx/wgmma.cuh"
+#include "device/tile/fragment.cuh"
 
 namespace flashtile {
 

@@ -222,7 +222,7 @@ def test_the_layout(folder: Path) -> None:
             assert {x for x in built - kept if "__pycache__" not in x} == {
                 "_ops.py", "metadata.json", "flashtile/__init__.py"}
             assert not kept - built
-            assert {"include/flashtile/kernels/fwd_sm90.cuh", "kernels/speeds.csv", "kernels/families/tiles.csv"} < kept
+            assert {"families/fwd_sm90/fwd_sm90.cuh", "families/speeds.csv", "families/tiles.csv"} < kept
         ids = [Metadata.read_from_file(FOLDER / v / "build/torch-cpu/metadata.json").id for v in "12"]
         assert ids[0] != ids[1]
         """,
@@ -238,8 +238,8 @@ def test_imports_that_cannot_be_relative_are_refused(monkeypatch: pytest.MonkeyP
             tool.rewritten(text, "x.py")
     with pytest.raises(SystemExit, match=r"backends/x\.py has operators; add it to FILES_WITH_OPERATORS"):
         tool.rewritten("op = torch.ops.flashtile.forward\n", "backends/x.py")
-    text = "from flashtile import ops\nfrom flashtile.kernels.plan import Step\n"
-    assert tool.rewritten(text, "backends/x.py") == "from .. import ops\nfrom ..kernels.plan import Step\n"
-    assert tool.rewritten(text, "x.py") == "from . import ops\nfrom .kernels.plan import Step\n"
+    text = "from flashtile import ops\nfrom flashtile.plans.plan import Step\n"
+    assert tool.rewritten(text, "backends/x.py") == "from .. import ops\nfrom ..plans.plan import Step\n"
+    assert tool.rewritten(text, "x.py") == "from . import ops\nfrom .plans.plan import Step\n"
     text = 'from flashtile import ops\nx = f"flashtile::{name}", "flashtile::forward"\n'
     assert tool.rewritten(text, "ops.py").splitlines()[2] == 'x = f"{_OPS_NAME}::{name}", f"{_OPS_NAME}::forward"'

@@ -2,8 +2,8 @@
 //
 // Threads: kBlockM, one query each. Shared memory: kBlockN rows of K and of V. float32, head dims to 32, causal and
 // window.
-#include "flashtile/device/attn/mask.cuh"
-#include "flashtile/device/attn/tile_place.cuh"
+#include "device/attn/mask.cuh"
+#include "device/attn/tile_place.cuh"
 
 namespace flashtile {
 

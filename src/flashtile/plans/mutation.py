@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-_INCLUDE = Path(__file__).resolve().parents[2]  # as runtime/nvrtc.py
-_LIST = _INCLUDE / "flashtile" / "device" / "core" / "mutation.cuh"
+_INCLUDE = Path(__file__).resolve().parents[1]  # as runtime/nvrtc.py
+_LIST = _INCLUDE / "device" / "core" / "mutation.cuh"
 _ENTRY = re.compile(r"^ +(\w+), +// (?:(memcheck|racecheck|initcheck|synccheck): )?(.*)$", re.MULTILINE)
 _USE = re.compile(r"mutates\(Mutation::(\w+)\)")
 _INCLUDED = re.compile(r'^#include "(.*)"$', re.MULTILINE)

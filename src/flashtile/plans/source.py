@@ -19,11 +19,7 @@ def cpp_type(dtype: str) -> str:
 def plain_unit(header: str | Path, entry: str, struct: Struct) -> str:
     """A unit for a kernel without a tile. header: its .cuh below families/, without its ending; a path if it is not
     part of this package, and is then put in whole."""
-    include = (
-        header.read_text(encoding="utf-8")
-        if isinstance(header, Path)
-        else f'#include "flashtile/families/{header}.cuh"'
-    )
+    include = header.read_text(encoding="utf-8") if isinstance(header, Path) else f'#include "families/{header}.cuh"'
     instance = f"template __global__ void {entry}(const FT_GRID_CONSTANT flashtile::{struct.__name__});"
     return "\n".join([*mutation.defines(include), include, layout_asserts(struct), instance, ""])
 

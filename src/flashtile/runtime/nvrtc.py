@@ -12,7 +12,7 @@ from pathlib import Path
 from flashtile.errors import value_error
 from flashtile.runtime.toolchain import Toolchain
 
-INCLUDE = Path(__file__).resolve().parents[2]  # the folder that contains the package: headers are flashtile/...
+INCLUDE = Path(__file__).resolve().parents[1]  # the package: headers are device/... and families/...
 # Without --no-source-include a header in the working directory would be found before ours
 BASE_OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--device-as-default-execution-space", "--no-source-include")
 # From this version on NVRTC keeps results in the driver's cache where there is a driver; the log of a result from there

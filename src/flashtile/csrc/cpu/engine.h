@@ -5,7 +5,7 @@
 // output element is written by one task, which sums in a fixed order.
 #pragma once
 
-#include "flashtile/device/attn/params.cuh"
+#include "device/attn/params.cuh"
 
 namespace flashtile {
 

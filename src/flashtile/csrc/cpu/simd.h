@@ -7,7 +7,7 @@
 #pragma once
 
 #include "../old_symbols.h"
-#include "flashtile/device/attn/params.cuh"
+#include "device/attn/params.cuh"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-#include "flashtile/device/core/types.cuh"
+#include "device/core/types.cuh"
 
 namespace flashtile {
 

@@ -4,7 +4,7 @@
 
 #include <limits>
 
-#include "flashtile/device/core/types.cuh"
+#include "device/core/types.cuh"
 
 namespace flashtile {
 

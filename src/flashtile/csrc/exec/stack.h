@@ -11,7 +11,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "flashtile/device/core/types.cuh"
+#include "device/core/types.cuh"
 
 namespace flashtile {
 

@@ -5,7 +5,7 @@
 
 #include <utility>
 
-#include "flashtile/device/core/types.cuh"
+#include "device/core/types.cuh"
 
 namespace flashtile {
 

@@ -3,7 +3,7 @@
 // every function: thread.
 #pragma once
 
-#include "flashtile/device/attn/sequence.cuh"
+#include "device/attn/sequence.cuh"
 
 namespace flashtile {
 

@@ -1,7 +1,7 @@
 // The policies of a kernel besides its Config, one per feature. A policy that is off costs nothing.
 #pragma once
 
-#include "flashtile/device/core/types.cuh"
+#include "device/core/types.cuh"
 
 namespace flashtile {
 

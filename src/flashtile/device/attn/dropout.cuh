@@ -6,9 +6,9 @@
 // its product with a probability may be too large for float16.
 #pragma once
 
-#include "flashtile/device/attn/sequence.cuh"
-#include "flashtile/device/core/mutation.cuh"
-#include "flashtile/device/tile/fragment.cuh"
+#include "device/attn/sequence.cuh"
+#include "device/core/mutation.cuh"
+#include "device/tile/fragment.cuh"
 
 namespace flashtile {
 

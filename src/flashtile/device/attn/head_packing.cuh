@@ -3,8 +3,8 @@
 // are in one such tile, or, if they are more than 64, in as few as hold them. Scope of every function: thread.
 #pragma once
 
-#include "flashtile/device/attn/params.cuh"
-#include "flashtile/device/core/math.cuh"
+#include "device/attn/params.cuh"
+#include "device/core/math.cuh"
 
 namespace flashtile {
 

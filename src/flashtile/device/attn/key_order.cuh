@@ -6,7 +6,7 @@
 // group then take turns: the next block of a head starts when its predecessor is that many tiles ahead.
 #pragma once
 
-#include "flashtile/device/core/types.cuh"
+#include "device/core/types.cuh"
 
 namespace flashtile {
 

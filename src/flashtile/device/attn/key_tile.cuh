@@ -1,11 +1,11 @@
 // The keys that a block of a Hopper backward owns, and the query tiles that see them. Scope of every function: thread.
 #pragma once
 
-#include "flashtile/device/attn/block_range.cuh"
-#include "flashtile/device/attn/key_order.cuh"
-#include "flashtile/device/attn/tile_place.cuh"
-#include "flashtile/device/core/math.cuh"
-#include "flashtile/device/ptx/sync.cuh"
+#include "device/attn/block_range.cuh"
+#include "device/attn/key_order.cuh"
+#include "device/attn/tile_place.cuh"
+#include "device/core/math.cuh"
+#include "device/ptx/sync.cuh"
 
 namespace flashtile {
 

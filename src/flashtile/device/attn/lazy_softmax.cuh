@@ -4,7 +4,7 @@
 // take.
 #pragma once
 
-#include "flashtile/device/attn/online_softmax.cuh"
+#include "device/attn/online_softmax.cuh"
 
 namespace flashtile {
 

@@ -1,8 +1,8 @@
 // Whether a query sees a key: sequence lengths, band (causal or window) and bool mask. Scope: thread.
 #pragma once
 
-#include "flashtile/device/attn/sequence.cuh"
-#include "flashtile/device/core/mutation.cuh"
+#include "device/attn/sequence.cuh"
+#include "device/core/mutation.cuh"
 
 namespace flashtile {
 

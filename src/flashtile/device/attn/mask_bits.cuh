@@ -8,7 +8,7 @@
 // Scope of every function: thread.
 #pragma once
 
-#include "flashtile/device/attn/sequence.cuh"
+#include "device/attn/sequence.cuh"
 
 namespace flashtile {
 

@@ -6,11 +6,11 @@
 // as much as the kernel's rescale threshold (attn/online_softmax.cuh). Maxima and sinks are in the unit of scores.
 #pragma once
 
-#include "flashtile/device/attn/online_softmax.cuh"
-#include "flashtile/device/attn/params.cuh"
-#include "flashtile/device/attn/score_unit.cuh"
-#include "flashtile/device/core/math.cuh"
-#include "flashtile/device/core/mutation.cuh"
+#include "device/attn/online_softmax.cuh"
+#include "device/attn/params.cuh"
+#include "device/attn/score_unit.cuh"
+#include "device/core/math.cuh"
+#include "device/core/mutation.cuh"
 
 namespace flashtile {
 

@@ -4,9 +4,9 @@
 // FlashAttention-2, section 3.1.
 #pragma once
 
-#include "flashtile/device/core/math.cuh"
-#include "flashtile/device/core/mutation.cuh"
-#include "flashtile/device/core/reduce.cuh"
+#include "device/core/math.cuh"
+#include "device/core/mutation.cuh"
+#include "device/core/reduce.cuh"
 
 namespace flashtile {
 

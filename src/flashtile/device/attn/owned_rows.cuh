@@ -1,9 +1,9 @@
 // The rows that a block of an mma.sync backward owns, queries or keys, and the tiles of the other side that stream by.
 #pragma once
 
-#include "flashtile/device/attn/key_tile.cuh"
-#include "flashtile/device/attn/tile_place.cuh"
-#include "flashtile/device/core/mutation.cuh"
+#include "device/attn/key_tile.cuh"
+#include "device/attn/tile_place.cuh"
+#include "device/core/mutation.cuh"
 
 namespace flashtile {
 

@@ -9,11 +9,11 @@
 // zeros where rows are copied. Consumers mask the scores and clear V in both cases.
 #pragma once
 
-#include "flashtile/device/attn/sequence.cuh"
-#include "flashtile/device/core/mutation.cuh"
-#include "flashtile/device/ptx/cp_async.cuh"
-#include "flashtile/device/ptx/tma.cuh"
-#include "flashtile/device/tile/pipeline.cuh"
+#include "device/attn/sequence.cuh"
+#include "device/core/mutation.cuh"
+#include "device/ptx/cp_async.cuh"
+#include "device/ptx/tma.cuh"
+#include "device/tile/pipeline.cuh"
 
 namespace flashtile {
 

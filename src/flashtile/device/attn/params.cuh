@@ -2,7 +2,7 @@
 // generated unit asserts every offset.
 #pragma once
 
-#include "flashtile/device/core/types.cuh"
+#include "device/core/types.cuh"
 
 namespace flashtile {
 

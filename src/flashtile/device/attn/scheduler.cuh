@@ -20,12 +20,12 @@
 // b + r in round r instead, so that all blocks get their share of the cheap ones.
 #pragma once
 
-#include "flashtile/device/attn/config.cuh"
-#include "flashtile/device/attn/head_packing.cuh"
-#include "flashtile/device/attn/params.cuh"
-#include "flashtile/device/attn/tile_place.cuh"
-#include "flashtile/device/core/math.cuh"
-#include "flashtile/device/core/mutation.cuh"
+#include "device/attn/config.cuh"
+#include "device/attn/head_packing.cuh"
+#include "device/attn/params.cuh"
+#include "device/attn/tile_place.cuh"
+#include "device/core/math.cuh"
+#include "device/core/mutation.cuh"
 
 namespace flashtile {
 

@@ -10,9 +10,9 @@
 // A new option is a function of the score: score_function.cuh says what it gives.
 #pragma once
 
-#include "flashtile/device/attn/score_function.cuh"
-#include "flashtile/device/attn/score_unit.cuh"
-#include "flashtile/device/core/mutation.cuh"
+#include "device/attn/score_function.cuh"
+#include "device/attn/score_unit.cuh"
+#include "device/core/mutation.cuh"
 
 namespace flashtile {
 

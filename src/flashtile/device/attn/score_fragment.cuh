@@ -1,10 +1,10 @@
 // Score modifiers and mask of one row of a score fragment of a warpgroup (tile/fragment.cuh). Scope: thread.
 #pragma once
 
-#include "flashtile/device/attn/block_range.cuh"
-#include "flashtile/device/attn/mask.cuh"
-#include "flashtile/device/attn/score.cuh"
-#include "flashtile/device/tile/fragment.cuh"
+#include "device/attn/block_range.cuh"
+#include "device/attn/mask.cuh"
+#include "device/attn/score.cuh"
+#include "device/tile/fragment.cuh"
 
 namespace flashtile {
 

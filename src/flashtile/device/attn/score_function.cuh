@@ -13,9 +13,9 @@
 // thread.
 #pragma once
 
-#include "flashtile/device/attn/config.cuh"
-#include "flashtile/device/attn/sequence.cuh"
-#include "flashtile/device/core/math.cuh"
+#include "device/attn/config.cuh"
+#include "device/attn/sequence.cuh"
+#include "device/core/math.cuh"
 
 namespace flashtile {
 

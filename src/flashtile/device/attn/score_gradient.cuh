@@ -6,12 +6,12 @@
 //                 lane / 4 and the 8th after it of the 16 queries from i_begin on.
 #pragma once
 
-#include "flashtile/device/attn/block_range.cuh"
-#include "flashtile/device/attn/dropout.cuh"
-#include "flashtile/device/attn/mask.cuh"
-#include "flashtile/device/attn/score.cuh"
-#include "flashtile/device/core/mutation.cuh"
-#include "flashtile/device/tile/fragment.cuh"
+#include "device/attn/block_range.cuh"
+#include "device/attn/dropout.cuh"
+#include "device/attn/mask.cuh"
+#include "device/attn/score.cuh"
+#include "device/core/mutation.cuh"
+#include "device/tile/fragment.cuh"
 
 namespace flashtile {
 

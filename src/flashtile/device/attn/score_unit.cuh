@@ -3,8 +3,8 @@
 // of every function: thread.
 #pragma once
 
-#include "flashtile/device/attn/params.cuh"
-#include "flashtile/device/core/math.cuh"
+#include "device/attn/params.cuh"
+#include "device/core/math.cuh"
 
 namespace flashtile {
 

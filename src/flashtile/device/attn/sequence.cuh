@@ -3,10 +3,10 @@
 // block).
 #pragma once
 
-#include "flashtile/device/attn/config.cuh"
-#include "flashtile/device/attn/params.cuh"
-#include "flashtile/device/core/math.cuh"
-#include "flashtile/device/core/mutation.cuh"
+#include "device/attn/config.cuh"
+#include "device/attn/params.cuh"
+#include "device/core/math.cuh"
+#include "device/core/mutation.cuh"
 
 namespace flashtile {
 

@@ -13,10 +13,10 @@
 // (families/steps/__init__.py: query_tiles, key_tiles).
 #pragma once
 
-#include "flashtile/device/attn/config.cuh"
-#include "flashtile/device/attn/params.cuh"
-#include "flashtile/device/core/math.cuh"
-#include "flashtile/device/core/mutation.cuh"
+#include "device/attn/config.cuh"
+#include "device/attn/params.cuh"
+#include "device/core/math.cuh"
+#include "device/core/mutation.cuh"
 
 namespace flashtile {
 

@@ -6,8 +6,8 @@
 // when used rows are rescaled, and equal calls could differ in their last bits. Zeros prevent that.
 #pragma once
 
-#include "flashtile/device/attn/work_item.cuh"
-#include "flashtile/device/tile/smem_tile.cuh"
+#include "device/attn/work_item.cuh"
+#include "device/tile/smem_tile.cuh"
 
 namespace flashtile {
 

@@ -3,12 +3,12 @@
 // consumers read them there at every use, since registers are scarce. Scope of every function: thread.
 #pragma once
 
-#include "flashtile/device/attn/block_range.cuh"
-#include "flashtile/device/attn/head_packing.cuh"
-#include "flashtile/device/attn/mask_bits.cuh"
-#include "flashtile/device/attn/scheduler.cuh"
-#include "flashtile/device/core/mutation.cuh"
-#include "flashtile/device/tile/fragment.cuh"
+#include "device/attn/block_range.cuh"
+#include "device/attn/head_packing.cuh"
+#include "device/attn/mask_bits.cuh"
+#include "device/attn/scheduler.cuh"
+#include "device/core/mutation.cuh"
+#include "device/tile/fragment.cuh"
 
 namespace flashtile {
 

@@ -1,8 +1,8 @@
 // Float conversions, base-2 exponential and logarithm, tanh, integer helpers. Scope of every function: thread.
 #pragma once
 
-#include "flashtile/device/core/arch.cuh"
-#include "flashtile/device/core/types.cuh"
+#include "device/core/arch.cuh"
+#include "device/core/types.cuh"
 
 namespace flashtile {
 

@@ -11,7 +11,7 @@
 // rule and compares the machine code byte by byte.
 #pragma once
 
-#include "flashtile/device/core/types.cuh"
+#include "device/core/types.cuh"
 
 #ifndef FT_MUTATION
 #define FT_MUTATION none

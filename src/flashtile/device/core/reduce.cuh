@@ -2,7 +2,7 @@
 // Scope of every function: warp (all 32 lanes call).
 #pragma once
 
-#include "flashtile/device/core/types.cuh"
+#include "device/core/types.cuh"
 
 namespace flashtile {
 

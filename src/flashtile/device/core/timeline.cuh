@@ -6,7 +6,7 @@
 // Meaning:  a phase lasts from its mark to the warp's next mark. A step is what a warp does for one tile of its loop.
 #pragma once
 
-#include "flashtile/device/core/types.cuh"
+#include "device/core/types.cuh"
 
 namespace flashtile {
 

@@ -3,7 +3,7 @@
 // FT_ONE_BARRIER: there all warps meet in one place. (PTX ISA: bar)
 #pragma once
 
-#include "flashtile/device/core/types.cuh"
+#include "device/core/types.cuh"
 
 namespace flashtile {
 

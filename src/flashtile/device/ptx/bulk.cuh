@@ -2,7 +2,7 @@
 // that reduce into the same memory. Scope of every function: thread. (PTX ISA: Data Movement, cp.async.bulk)
 #pragma once
 
-#include "flashtile/device/ptx/sync.cuh"
+#include "device/ptx/sync.cuh"
 
 namespace flashtile {
 

@@ -2,7 +2,7 @@
 // instruction per wrapper. (PTX ISA: Cluster, mapa, mbarrier.arrive, cp.async.bulk.tensor)
 #pragma once
 
-#include "flashtile/device/ptx/tma.cuh"
+#include "device/ptx/tma.cuh"
 
 namespace flashtile {
 

@@ -3,8 +3,8 @@
 // (PTX ISA: griddepcontrol)
 #pragma once
 
-#include "flashtile/device/core/arch.cuh"
-#include "flashtile/device/core/types.cuh"
+#include "device/core/arch.cuh"
+#include "device/core/types.cuh"
 
 namespace flashtile {
 

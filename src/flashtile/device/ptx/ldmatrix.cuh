@@ -2,7 +2,7 @@
 // of every function: warp.
 #pragma once
 
-#include "flashtile/device/core/types.cuh"
+#include "device/core/types.cuh"
 
 namespace flashtile {
 

@@ -1,7 +1,7 @@
 // Loads from shared memory by 32-bit addresses. Scope of every function: thread.
 #pragma once
 
-#include "flashtile/device/core/types.cuh"
+#include "device/core/types.cuh"
 
 namespace flashtile {
 

@@ -2,7 +2,7 @@
 // (PTX ISA: Parallel Synchronization and Communication, mbarrier)
 #pragma once
 
-#include "flashtile/device/ptx/sync.cuh"
+#include "device/ptx/sync.cuh"
 
 namespace flashtile {
 

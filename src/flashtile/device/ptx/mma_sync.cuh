@@ -1,8 +1,8 @@
 // Products of one warp with all operands in registers. Scope of every function: warp.
 #pragma once
 
-#include "flashtile/device/core/arch.cuh"
-#include "flashtile/device/core/types.cuh"
+#include "device/core/arch.cuh"
+#include "device/core/types.cuh"
 
 namespace flashtile {
 

@@ -2,8 +2,8 @@
 // (PTX ISA: red)
 #pragma once
 
-#include "flashtile/device/core/arch.cuh"
-#include "flashtile/device/core/types.cuh"
+#include "device/core/arch.cuh"
+#include "device/core/types.cuh"
 
 namespace flashtile {
 

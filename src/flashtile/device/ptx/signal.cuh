@@ -2,7 +2,7 @@
 // (PTX ISA: Memory Consistency Model)
 #pragma once
 
-#include "flashtile/device/ptx/sync.cuh"
+#include "device/ptx/sync.cuh"
 
 namespace flashtile {
 

@@ -1,7 +1,7 @@
 // Stores of register fragments to shared memory as 8 x 8 matrices of 16-bit elements. Scope: warp.
 #pragma once
 
-#include "flashtile/device/core/types.cuh"
+#include "device/core/types.cuh"
 
 namespace flashtile {
 

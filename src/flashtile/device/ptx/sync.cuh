@@ -2,7 +2,7 @@
 // One instruction per wrapper.
 #pragma once
 
-#include "flashtile/device/core/types.cuh"
+#include "device/core/types.cuh"
 
 namespace flashtile {
 

@@ -2,8 +2,8 @@
 // thread. (PTX ISA: Data Movement, cp.async.bulk.tensor)
 #pragma once
 
-#include "flashtile/device/ptx/bulk.cuh"
-#include "flashtile/device/ptx/mbarrier.cuh"
+#include "device/ptx/bulk.cuh"
+#include "device/ptx/mbarrier.cuh"
 
 namespace flashtile {
 

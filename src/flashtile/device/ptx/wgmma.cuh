@@ -2,8 +2,8 @@
 // (PTX ISA: Asynchronous Warpgroup Level Matrix Instructions)
 #pragma once
 
-#include "flashtile/device/ptx/sync.cuh"
-#include "flashtile/device/ptx/wgmma_ops.cuh"
+#include "device/ptx/sync.cuh"
+#include "device/ptx/wgmma_ops.cuh"
 
 namespace flashtile {
 

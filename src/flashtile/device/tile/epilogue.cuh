@@ -2,8 +2,8 @@
 // row r (0 or 1) is scaled by factor[r].
 #pragma once
 
-#include "flashtile/device/tile/fragment.cuh"
-#include "flashtile/device/tile/smem_tile.cuh"
+#include "device/tile/fragment.cuh"
+#include "device/tile/smem_tile.cuh"
 
 namespace flashtile {
 

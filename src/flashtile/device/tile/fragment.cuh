@@ -6,7 +6,7 @@
 // 16 k .. 16 k + 15 of the next product.
 #pragma once
 
-#include "flashtile/device/core/math.cuh"
+#include "device/core/math.cuh"
 
 namespace flashtile {
 

@@ -3,9 +3,9 @@
 // them. Scope of every function: warp.
 #pragma once
 
-#include "flashtile/device/ptx/ldmatrix.cuh"
-#include "flashtile/device/ptx/mma_sync.cuh"
-#include "flashtile/device/tile/swizzled_tile.cuh"
+#include "device/ptx/ldmatrix.cuh"
+#include "device/ptx/mma_sync.cuh"
+#include "device/tile/swizzled_tile.cuh"
 
 namespace flashtile {
 

@@ -3,8 +3,8 @@
 // consumer warp has released it. All stages start empty.
 #pragma once
 
-#include "flashtile/device/ptx/cp_async.cuh"
-#include "flashtile/device/ptx/mbarrier.cuh"
+#include "device/ptx/cp_async.cuh"
+#include "device/ptx/mbarrier.cuh"
 
 namespace flashtile {
 

@@ -2,9 +2,9 @@
 // on a 1024-byte boundary. Swizzle: 16-byte chunk c of row r is stored at chunk c ^ (r % 8).
 #pragma once
 
-#include "flashtile/device/ptx/stmatrix.cuh"
-#include "flashtile/device/ptx/sync.cuh"
-#include "flashtile/device/ptx/tma.cuh"
+#include "device/ptx/stmatrix.cuh"
+#include "device/ptx/sync.cuh"
+#include "device/ptx/tma.cuh"
 
 namespace flashtile {
 

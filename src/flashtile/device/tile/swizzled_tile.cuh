@@ -5,9 +5,9 @@
 // Rows come by cp.async, 16 bytes per thread. Unaligned rows come in copies of 4 bytes, or element by element.
 #pragma once
 
-#include "flashtile/device/core/math.cuh"
-#include "flashtile/device/core/mutation.cuh"
-#include "flashtile/device/ptx/cp_async.cuh"
+#include "device/core/math.cuh"
+#include "device/core/mutation.cuh"
+#include "device/ptx/cp_async.cuh"
 
 namespace flashtile {
 

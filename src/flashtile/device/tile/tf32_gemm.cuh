@@ -12,10 +12,10 @@
 //            register 16 c + 4 i + 2 r + e is row r, column 32 c + 8 * (lane % 4) + 4 e + i.
 #pragma once
 
-#include "flashtile/device/ptx/ldmatrix.cuh"
-#include "flashtile/device/ptx/load_shared.cuh"
-#include "flashtile/device/ptx/mma_sync.cuh"
-#include "flashtile/device/tile/swizzled_tile.cuh"
+#include "device/ptx/ldmatrix.cuh"
+#include "device/ptx/load_shared.cuh"
+#include "device/ptx/mma_sync.cuh"
+#include "device/tile/swizzled_tile.cuh"
 
 namespace flashtile {
 

@@ -3,7 +3,7 @@
 // using the result. Scope of every function: warpgroup.
 #pragma once
 
-#include "flashtile/device/ptx/wgmma.cuh"
+#include "device/ptx/wgmma.cuh"
 
 namespace flashtile {
 

@@ -13,13 +13,13 @@
 //          float32.
 #pragma once
 
-#include "flashtile/device/attn/block_range.cuh"
-#include "flashtile/device/attn/mask.cuh"
-#include "flashtile/device/attn/score.cuh"
-#include "flashtile/device/attn/tile_place.cuh"
-#include "flashtile/device/core/mutation.cuh"
-#include "flashtile/families/simt/dropout.cuh"
-#include "flashtile/families/simt/gemm.cuh"
+#include "device/attn/block_range.cuh"
+#include "device/attn/mask.cuh"
+#include "device/attn/score.cuh"
+#include "device/attn/tile_place.cuh"
+#include "device/core/mutation.cuh"
+#include "families/simt/dropout.cuh"
+#include "families/simt/gemm.cuh"
 
 namespace flashtile {
 

@@ -16,13 +16,13 @@
 // dQ:        float32 sums in global memory (dq_accum), in the layout of bwd_sm90_steps.cuh.
 #pragma once
 
-#include "flashtile/device/attn/score_gradient.cuh"
-#include "flashtile/device/attn/tile_place.cuh"
-#include "flashtile/device/core/timeline.cuh"
-#include "flashtile/device/ptx/red.cuh"
-#include "flashtile/device/tile/epilogue.cuh"
-#include "flashtile/device/tile/mma_gemm.cuh"
-#include "flashtile/families/bwd_sm80/config.cuh"
+#include "device/attn/score_gradient.cuh"
+#include "device/attn/tile_place.cuh"
+#include "device/core/timeline.cuh"
+#include "device/ptx/red.cuh"
+#include "device/tile/epilogue.cuh"
+#include "device/tile/mma_gemm.cuh"
+#include "families/bwd_sm80/config.cuh"
 
 namespace flashtile {
 

@@ -16,10 +16,10 @@
 //            past the last query or key are zeros and add nothing.
 #pragma once
 
-#include "flashtile/device/attn/owned_rows.cuh"
-#include "flashtile/device/attn/score_gradient.cuh"
-#include "flashtile/device/tile/tf32_gemm.cuh"
-#include "flashtile/families/bwd_sm80_f32/config.cuh"
+#include "device/attn/owned_rows.cuh"
+#include "device/attn/score_gradient.cuh"
+#include "device/tile/tf32_gemm.cuh"
+#include "families/bwd_sm80_f32/config.cuh"
 
 namespace flashtile {
 

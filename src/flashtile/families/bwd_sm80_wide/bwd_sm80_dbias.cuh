@@ -10,7 +10,7 @@
 // Mainloop:  one barrier per slab: behind it the slab has arrived, and the one before it is free for a copy further on.
 #pragma once
 
-#include "flashtile/families/bwd_sm80_wide/bwd_sm80_wide.cuh"
+#include "families/bwd_sm80_wide/bwd_sm80_wide.cuh"
 
 namespace flashtile {
 

@@ -18,10 +18,10 @@
 // Mainloop:  one barrier per slab, as in fwd_sm80_wide.cuh.
 #pragma once
 
-#include "flashtile/device/attn/owned_rows.cuh"
-#include "flashtile/device/attn/score_gradient.cuh"
-#include "flashtile/families/bwd_sm80_wide/config.cuh"
-#include "flashtile/families/fwd_sm80_wide/slabs.cuh"
+#include "device/attn/owned_rows.cuh"
+#include "device/attn/score_gradient.cuh"
+#include "families/bwd_sm80_wide/config.cuh"
+#include "families/fwd_sm80_wide/slabs.cuh"
 
 namespace flashtile {
 

@@ -1,7 +1,7 @@
 // The tile of the mma.sync backward for wide heads: a Sm80WideTile, and which gradient a kernel computes.
 #pragma once
 
-#include "flashtile/families/fwd_sm80_wide/config.cuh"
+#include "families/fwd_sm80_wide/config.cuh"
 
 namespace flashtile {
 

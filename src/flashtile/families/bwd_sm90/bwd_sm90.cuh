@@ -19,18 +19,18 @@
 // Refuses:   unaligned rows, pages, head dims over 128.
 #pragma once
 
-#include "flashtile/device/attn/block_range.cuh"
-#include "flashtile/device/attn/key_tile.cuh"
-#include "flashtile/device/core/mutation.cuh"
-#include "flashtile/device/core/timeline.cuh"
-#include "flashtile/device/ptx/bulk.cuh"
-#include "flashtile/device/ptx/tma.cuh"
-#include "flashtile/device/tile/epilogue.cuh"
-#include "flashtile/device/tile/pipeline.cuh"
-#include "flashtile/device/tile/smem_tile.cuh"
-#include "flashtile/device/tile/wgmma_gemm.cuh"
-#include "flashtile/families/bwd_sm90/config.cuh"
-#include "flashtile/families/bwd_sm90/options.cuh"
+#include "device/attn/block_range.cuh"
+#include "device/attn/key_tile.cuh"
+#include "device/core/mutation.cuh"
+#include "device/core/timeline.cuh"
+#include "device/ptx/bulk.cuh"
+#include "device/ptx/tma.cuh"
+#include "device/tile/epilogue.cuh"
+#include "device/tile/pipeline.cuh"
+#include "device/tile/smem_tile.cuh"
+#include "device/tile/wgmma_gemm.cuh"
+#include "families/bwd_sm90/config.cuh"
+#include "families/bwd_sm90/options.cuh"
 
 namespace flashtile {
 

@@ -12,7 +12,7 @@
 // Refuses:   unaligned rows, pages.
 #pragma once
 
-#include "flashtile/families/bwd_sm90/bwd_sm90.cuh"
+#include "families/bwd_sm90/bwd_sm90.cuh"
 
 namespace flashtile {
 

@@ -9,15 +9,15 @@
 // Scores:   base 2 without a bias, natural with one (attn/score_unit.cuh).
 #pragma once
 
-#include "flashtile/device/attn/block_range.cuh"
-#include "flashtile/device/attn/dropout.cuh"
-#include "flashtile/device/attn/mask_bits.cuh"
-#include "flashtile/device/attn/score.cuh"
-#include "flashtile/device/core/mutation.cuh"
-#include "flashtile/device/ptx/cp_async.cuh"
-#include "flashtile/device/ptx/ldmatrix.cuh"
-#include "flashtile/device/ptx/wgmma.cuh"
-#include "flashtile/device/tile/pipeline.cuh"
+#include "device/attn/block_range.cuh"
+#include "device/attn/dropout.cuh"
+#include "device/attn/mask_bits.cuh"
+#include "device/attn/score.cuh"
+#include "device/core/mutation.cuh"
+#include "device/ptx/cp_async.cuh"
+#include "device/ptx/ldmatrix.cuh"
+#include "device/ptx/wgmma.cuh"
+#include "device/tile/pipeline.cuh"
 
 namespace flashtile {
 

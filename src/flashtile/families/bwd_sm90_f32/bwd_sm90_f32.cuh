@@ -2,8 +2,8 @@
 // launched; the numbers of the call decide which of each pair does the work. docs/float32.md.
 #pragma once
 
-#include "flashtile/families/bwd_sm90_f32/narrow.cuh"
-#include "flashtile/families/bwd_sm90_f32/wide.cuh"
+#include "families/bwd_sm90_f32/narrow.cuh"
+#include "families/bwd_sm90_f32/wide.cuh"
 
 namespace flashtile {
 

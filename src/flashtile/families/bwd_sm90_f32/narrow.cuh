@@ -14,13 +14,13 @@
 // of P^T and dS is scaled by a power of two that follows from its largest element in the tile; T is scaled back.
 #pragma once
 
-#include "flashtile/device/attn/score_gradient.cuh"
-#include "flashtile/device/core/reduce.cuh"
-#include "flashtile/device/ptx/bulk.cuh"
-#include "flashtile/families/bwd_sm90_wide/bwd_sm90_dkdv.cuh"
-#include "flashtile/families/bwd_sm90_wide/bwd_sm90_dq.cuh"
-#include "flashtile/families/sm90_f32/config.cuh"
-#include "flashtile/families/sm90_f32/split_tiles.cuh"
+#include "device/attn/score_gradient.cuh"
+#include "device/core/reduce.cuh"
+#include "device/ptx/bulk.cuh"
+#include "families/bwd_sm90_wide/bwd_sm90_dkdv.cuh"
+#include "families/bwd_sm90_wide/bwd_sm90_dq.cuh"
+#include "families/sm90_f32/config.cuh"
+#include "families/sm90_f32/split_tiles.cuh"
 
 namespace flashtile {
 

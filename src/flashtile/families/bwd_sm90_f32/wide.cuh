@@ -13,7 +13,7 @@
 // Producers: in warpgroup 2, warp 0 streams, warp 1 loads statistics, warps 2 and 3 load the two owned operands.
 #pragma once
 
-#include "flashtile/families/bwd_sm90_f32/narrow.cuh"
+#include "families/bwd_sm90_f32/narrow.cuh"
 
 namespace flashtile {
 

@@ -16,8 +16,8 @@
 // Refuses:   unaligned rows, pages, head dims over 256.
 #pragma once
 
-#include "flashtile/families/bwd_sm90/options.cuh"
-#include "flashtile/families/bwd_sm90_wide/common.cuh"
+#include "families/bwd_sm90/options.cuh"
+#include "families/bwd_sm90_wide/common.cuh"
 
 namespace flashtile {
 

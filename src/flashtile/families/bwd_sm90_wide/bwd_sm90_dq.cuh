@@ -14,8 +14,8 @@
 // Refuses:   unaligned rows, pages, head dims over 256.
 #pragma once
 
-#include "flashtile/families/bwd_sm90_wide/common.cuh"
-#include "flashtile/families/bwd_sm90_wide/dq_options.cuh"
+#include "families/bwd_sm90_wide/common.cuh"
+#include "families/bwd_sm90_wide/dq_options.cuh"
 
 namespace flashtile {
 

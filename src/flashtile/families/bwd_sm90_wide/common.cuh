@@ -5,15 +5,15 @@
 // of five, but no float32 sums of dQ in global memory, no atomics, and results that do not depend on timing.
 #pragma once
 
-#include "flashtile/device/attn/block_range.cuh"
-#include "flashtile/device/attn/key_tile.cuh"
-#include "flashtile/device/core/mutation.cuh"
-#include "flashtile/device/ptx/tma.cuh"
-#include "flashtile/device/tile/epilogue.cuh"
-#include "flashtile/device/tile/pipeline.cuh"
-#include "flashtile/device/tile/smem_tile.cuh"
-#include "flashtile/device/tile/wgmma_gemm.cuh"
-#include "flashtile/families/bwd_sm90_wide/config.cuh"
+#include "device/attn/block_range.cuh"
+#include "device/attn/key_tile.cuh"
+#include "device/core/mutation.cuh"
+#include "device/ptx/tma.cuh"
+#include "device/tile/epilogue.cuh"
+#include "device/tile/pipeline.cuh"
+#include "device/tile/smem_tile.cuh"
+#include "device/tile/wgmma_gemm.cuh"
+#include "families/bwd_sm90_wide/config.cuh"
 
 namespace flashtile {
 

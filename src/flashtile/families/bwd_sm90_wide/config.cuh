@@ -2,7 +2,7 @@
 // consumer warpgroups; one more warpgroup holds the producer. Tiles are slabs of 64 columns.
 #pragma once
 
-#include "flashtile/device/core/types.cuh"
+#include "device/core/types.cuh"
 
 namespace flashtile {
 

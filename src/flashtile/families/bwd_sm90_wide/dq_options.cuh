@@ -7,12 +7,12 @@
 // Scores:    base 2 without a bias, natural with one (attn/score_unit.cuh).
 #pragma once
 
-#include "flashtile/device/attn/block_range.cuh"
-#include "flashtile/device/attn/dropout.cuh"
-#include "flashtile/device/attn/mask_bits.cuh"
-#include "flashtile/device/attn/score.cuh"
-#include "flashtile/device/core/mutation.cuh"
-#include "flashtile/device/tile/fragment.cuh"
+#include "device/attn/block_range.cuh"
+#include "device/attn/dropout.cuh"
+#include "device/attn/mask_bits.cuh"
+#include "device/attn/score.cuh"
+#include "device/core/mutation.cuh"
+#include "device/tile/fragment.cuh"
 
 namespace flashtile {
 

@@ -1,7 +1,7 @@
 // The tile of the Hopper decode kernel: 64 rows, one consumer warpgroup, two producer warps.
 #pragma once
 
-#include "flashtile/device/core/types.cuh"
+#include "device/core/types.cuh"
 
 namespace flashtile {
 

@@ -13,19 +13,19 @@
 // Refuses:   unaligned rows, bias, bool mask, dropout.
 #pragma once
 
-#include "flashtile/device/attn/merge.cuh"
-#include "flashtile/device/attn/online_softmax.cuh"
-#include "flashtile/device/attn/paged_keys.cuh"
-#include "flashtile/device/attn/score_fragment.cuh"
-#include "flashtile/device/attn/unused_rows.cuh"
-#include "flashtile/device/core/mutation.cuh"
-#include "flashtile/device/ptx/block_barrier.cuh"
-#include "flashtile/device/ptx/dependent_launch.cuh"
-#include "flashtile/device/ptx/signal.cuh"
-#include "flashtile/device/tile/epilogue.cuh"
-#include "flashtile/device/tile/wgmma_gemm.cuh"
-#include "flashtile/families/decode_sm90/config.cuh"
-#include "flashtile/families/decode_sm90/schedule.cuh"
+#include "device/attn/merge.cuh"
+#include "device/attn/online_softmax.cuh"
+#include "device/attn/paged_keys.cuh"
+#include "device/attn/score_fragment.cuh"
+#include "device/attn/unused_rows.cuh"
+#include "device/core/mutation.cuh"
+#include "device/ptx/block_barrier.cuh"
+#include "device/ptx/dependent_launch.cuh"
+#include "device/ptx/signal.cuh"
+#include "device/tile/epilogue.cuh"
+#include "device/tile/wgmma_gemm.cuh"
+#include "families/decode_sm90/config.cuh"
+#include "families/decode_sm90/schedule.cuh"
 
 namespace flashtile {
 

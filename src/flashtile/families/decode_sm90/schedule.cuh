@@ -14,10 +14,10 @@
 // block joins the parts. So a block waits only for blocks with lower numbers, and only for what they did early.
 #pragma once
 
-#include "flashtile/device/attn/block_range.cuh"
-#include "flashtile/device/attn/scheduler.cuh"
-#include "flashtile/device/attn/work_item.cuh"
-#include "flashtile/device/ptx/sync.cuh"
+#include "device/attn/block_range.cuh"
+#include "device/attn/scheduler.cuh"
+#include "device/attn/work_item.cuh"
+#include "device/ptx/sync.cuh"
 
 namespace flashtile {
 

@@ -10,15 +10,15 @@
 //            released.
 #pragma once
 
-#include "flashtile/device/attn/block_range.cuh"
-#include "flashtile/device/attn/mask.cuh"
-#include "flashtile/device/attn/merge.cuh"
-#include "flashtile/device/attn/online_softmax.cuh"
-#include "flashtile/device/attn/score.cuh"
-#include "flashtile/device/attn/tile_place.cuh"
-#include "flashtile/device/core/mutation.cuh"
-#include "flashtile/families/simt/dropout.cuh"
-#include "flashtile/families/simt/gemm.cuh"
+#include "device/attn/block_range.cuh"
+#include "device/attn/mask.cuh"
+#include "device/attn/merge.cuh"
+#include "device/attn/online_softmax.cuh"
+#include "device/attn/score.cuh"
+#include "device/attn/tile_place.cuh"
+#include "device/core/mutation.cuh"
+#include "families/simt/dropout.cuh"
+#include "families/simt/gemm.cuh"
 
 namespace flashtile {
 

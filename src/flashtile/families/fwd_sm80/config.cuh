@@ -9,7 +9,7 @@
 //   kIsExact           the head dims are the padded ones: no column needs a check
 #pragma once
 
-#include "flashtile/device/core/types.cuh"
+#include "device/core/types.cuh"
 
 namespace flashtile {
 

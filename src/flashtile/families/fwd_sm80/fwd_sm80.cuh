@@ -13,17 +13,17 @@
 // Epilogue:  16-byte stores from registers; a quad exchanges words for them.
 #pragma once
 
-#include "flashtile/device/attn/dropout.cuh"
-#include "flashtile/device/attn/merge.cuh"
-#include "flashtile/device/attn/online_softmax.cuh"
-#include "flashtile/device/attn/score_fragment.cuh"
-#include "flashtile/device/attn/work_item.cuh"
-#include "flashtile/device/core/mutation.cuh"
-#include "flashtile/device/core/timeline.cuh"
-#include "flashtile/device/ptx/block_barrier.cuh"
-#include "flashtile/device/tile/epilogue.cuh"
-#include "flashtile/device/tile/mma_gemm.cuh"
-#include "flashtile/families/fwd_sm80/config.cuh"
+#include "device/attn/dropout.cuh"
+#include "device/attn/merge.cuh"
+#include "device/attn/online_softmax.cuh"
+#include "device/attn/score_fragment.cuh"
+#include "device/attn/work_item.cuh"
+#include "device/core/mutation.cuh"
+#include "device/core/timeline.cuh"
+#include "device/ptx/block_barrier.cuh"
+#include "device/tile/epilogue.cuh"
+#include "device/tile/mma_gemm.cuh"
+#include "families/fwd_sm80/config.cuh"
 
 namespace flashtile {
 

@@ -2,7 +2,7 @@
 // are not packed.
 #pragma once
 
-#include "flashtile/families/fwd_sm80/config.cuh"
+#include "families/fwd_sm80/config.cuh"
 
 namespace flashtile {
 

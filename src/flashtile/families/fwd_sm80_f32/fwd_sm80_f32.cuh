@@ -8,9 +8,9 @@
 // Epilogue:  a lane has 8 neighbouring columns of every 32.
 #pragma once
 
-#include "flashtile/device/tile/tf32_gemm.cuh"
-#include "flashtile/families/fwd_sm80/fwd_sm80.cuh"
-#include "flashtile/families/fwd_sm80_f32/config.cuh"
+#include "device/tile/tf32_gemm.cuh"
+#include "families/fwd_sm80/fwd_sm80.cuh"
+#include "families/fwd_sm80_f32/config.cuh"
 
 namespace flashtile {
 

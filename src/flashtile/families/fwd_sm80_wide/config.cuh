@@ -8,7 +8,7 @@
 // is the depth of a product, kSlabRows rows where the rows are. kRowParts slabs hold all columns of such rows.
 #pragma once
 
-#include "flashtile/device/core/types.cuh"
+#include "device/core/types.cuh"
 
 namespace flashtile {
 

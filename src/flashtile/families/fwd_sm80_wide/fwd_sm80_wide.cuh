@@ -13,9 +13,9 @@
 // Epilogue:  the sums of the warps that share rows are added up; O is stored from registers.
 #pragma once
 
-#include "flashtile/families/fwd_sm80/fwd_sm80.cuh"
-#include "flashtile/families/fwd_sm80_wide/config.cuh"
-#include "flashtile/families/fwd_sm80_wide/slabs.cuh"
+#include "families/fwd_sm80/fwd_sm80.cuh"
+#include "families/fwd_sm80_wide/config.cuh"
+#include "families/fwd_sm80_wide/slabs.cuh"
 
 namespace flashtile {
 

@@ -2,8 +2,8 @@
 // warp, and stores of P or dS to shared memory. Operands in shared memory are given by this lane's address in them.
 #pragma once
 
-#include "flashtile/device/tile/fragment.cuh"
-#include "flashtile/device/tile/mma_gemm.cuh"
+#include "device/tile/fragment.cuh"
+#include "device/tile/mma_gemm.cuh"
 
 namespace flashtile {
 

@@ -8,7 +8,7 @@
 //   kPacksHeads       a consumer's rows are queries of all heads that share a KV head
 #pragma once
 
-#include "flashtile/device/core/types.cuh"
+#include "device/core/types.cuh"
 
 namespace flashtile {
 

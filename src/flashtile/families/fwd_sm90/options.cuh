@@ -8,17 +8,17 @@
 // Scores:   dot products without score modifiers; base 2 with them; natural with a bias (attn/score_unit.cuh).
 #pragma once
 
-#include "flashtile/device/attn/block_range.cuh"
-#include "flashtile/device/attn/mask_bits.cuh"
-#include "flashtile/device/attn/score.cuh"
-#include "flashtile/device/attn/work_item.cuh"
-#include "flashtile/device/core/mutation.cuh"
-#include "flashtile/device/ptx/cp_async.cuh"
-#include "flashtile/device/ptx/ldmatrix.cuh"
-#include "flashtile/device/ptx/tma.cuh"
-#include "flashtile/device/tile/fragment.cuh"
-#include "flashtile/device/tile/pipeline.cuh"
-#include "flashtile/families/fwd_sm90/params.cuh"
+#include "device/attn/block_range.cuh"
+#include "device/attn/mask_bits.cuh"
+#include "device/attn/score.cuh"
+#include "device/attn/work_item.cuh"
+#include "device/core/mutation.cuh"
+#include "device/ptx/cp_async.cuh"
+#include "device/ptx/ldmatrix.cuh"
+#include "device/ptx/tma.cuh"
+#include "device/tile/fragment.cuh"
+#include "device/tile/pipeline.cuh"
+#include "families/fwd_sm90/params.cuh"
 
 namespace flashtile {
 

@@ -1,8 +1,8 @@
 // The arguments of the kernels of the Hopper forward. family.py mirrors the struct.
 #pragma once
 
-#include "flashtile/device/attn/params.cuh"
-#include "flashtile/device/ptx/tma.cuh"
+#include "device/attn/params.cuh"
+#include "device/ptx/tma.cuh"
 
 namespace flashtile {
 

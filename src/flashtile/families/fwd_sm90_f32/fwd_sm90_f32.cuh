@@ -15,17 +15,17 @@
 // Refuses:   pages.
 #pragma once
 
-#include "flashtile/device/attn/dropout.cuh"
-#include "flashtile/device/attn/merge.cuh"
-#include "flashtile/device/attn/online_softmax.cuh"
-#include "flashtile/device/attn/score_fragment.cuh"
-#include "flashtile/device/attn/work_item.cuh"
-#include "flashtile/device/core/mutation.cuh"
-#include "flashtile/device/ptx/bulk.cuh"
-#include "flashtile/device/tile/epilogue.cuh"
-#include "flashtile/device/tile/pipeline.cuh"
-#include "flashtile/families/sm90_f32/config.cuh"
-#include "flashtile/families/sm90_f32/split_tiles.cuh"
+#include "device/attn/dropout.cuh"
+#include "device/attn/merge.cuh"
+#include "device/attn/online_softmax.cuh"
+#include "device/attn/score_fragment.cuh"
+#include "device/attn/work_item.cuh"
+#include "device/core/mutation.cuh"
+#include "device/ptx/bulk.cuh"
+#include "device/tile/epilogue.cuh"
+#include "device/tile/pipeline.cuh"
+#include "families/sm90_f32/config.cuh"
+#include "families/sm90_f32/split_tiles.cuh"
 
 namespace flashtile {
 

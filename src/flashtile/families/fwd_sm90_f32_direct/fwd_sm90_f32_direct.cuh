@@ -11,9 +11,9 @@
 // Refuses:   pages, unaligned rows, head dims over 64.
 #pragma once
 
-#include "flashtile/device/attn/sequence.cuh"
-#include "flashtile/device/ptx/cluster.cuh"
-#include "flashtile/families/fwd_sm90_f32/fwd_sm90_f32.cuh"
+#include "device/attn/sequence.cuh"
+#include "device/ptx/cluster.cuh"
+#include "families/fwd_sm90_f32/fwd_sm90_f32.cuh"
 
 namespace flashtile {
 

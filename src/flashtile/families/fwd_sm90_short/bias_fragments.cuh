@@ -5,9 +5,9 @@
 // Threads:  the 128 of a warpgroup
 #pragma once
 
-#include "flashtile/device/core/mutation.cuh"
-#include "flashtile/device/tile/fragment.cuh"
-#include "flashtile/families/fwd_sm90_short/params.cuh"
+#include "device/core/mutation.cuh"
+#include "device/tile/fragment.cuh"
+#include "families/fwd_sm90_short/params.cuh"
 
 namespace flashtile {
 

@@ -4,7 +4,7 @@
 //   kIsOneTile   one key tile holds all keys of a sequence: over kBlockN - kTail of them
 #pragma once
 
-#include "flashtile/device/core/types.cuh"
+#include "device/core/types.cuh"
 
 namespace flashtile {
 

@@ -18,18 +18,18 @@
 //            bias.
 #pragma once
 
-#include "flashtile/device/attn/lazy_softmax.cuh"
-#include "flashtile/device/attn/mask_bits.cuh"
-#include "flashtile/device/attn/merge.cuh"
-#include "flashtile/device/attn/score.cuh"
-#include "flashtile/device/core/mutation.cuh"
-#include "flashtile/device/tile/epilogue.cuh"
-#include "flashtile/device/tile/pipeline.cuh"
-#include "flashtile/device/tile/smem_tile.cuh"
-#include "flashtile/device/tile/wgmma_gemm.cuh"
-#include "flashtile/families/fwd_sm90_short/config.cuh"
-#include "flashtile/families/fwd_sm90_short/item_walk.cuh"
-#include "flashtile/families/fwd_sm90_short/params.cuh"
+#include "device/attn/lazy_softmax.cuh"
+#include "device/attn/mask_bits.cuh"
+#include "device/attn/merge.cuh"
+#include "device/attn/score.cuh"
+#include "device/core/mutation.cuh"
+#include "device/tile/epilogue.cuh"
+#include "device/tile/pipeline.cuh"
+#include "device/tile/smem_tile.cuh"
+#include "device/tile/wgmma_gemm.cuh"
+#include "families/fwd_sm90_short/config.cuh"
+#include "families/fwd_sm90_short/item_walk.cuh"
+#include "families/fwd_sm90_short/params.cuh"
 
 namespace flashtile {
 

@@ -5,7 +5,7 @@
 // to its first: the longest first. Producers and consumers walk alike, each by itself. Scope of every function: thread.
 #pragma once
 
-#include "flashtile/device/attn/block_range.cuh"
+#include "device/attn/block_range.cuh"
 
 namespace flashtile {
 

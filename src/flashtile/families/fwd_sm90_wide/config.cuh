@@ -5,7 +5,7 @@
 // once.
 #pragma once
 
-#include "flashtile/device/core/types.cuh"
+#include "device/core/types.cuh"
 
 namespace flashtile {
 

@@ -13,10 +13,10 @@
 // Refuses:   unaligned rows, pages.
 #pragma once
 
-#include "flashtile/device/ptx/cluster.cuh"
-#include "flashtile/families/fwd_sm80/fwd_sm80.cuh"
-#include "flashtile/families/fwd_sm90/fwd_sm90.cuh"
-#include "flashtile/families/fwd_sm90_wide/config.cuh"
+#include "device/ptx/cluster.cuh"
+#include "families/fwd_sm80/fwd_sm80.cuh"
+#include "families/fwd_sm90/fwd_sm90.cuh"
+#include "families/fwd_sm90_wide/config.cuh"
 
 namespace flashtile {
 

@@ -5,7 +5,7 @@
 // kRowsPerThread x kBlockN / 8 scores.
 #pragma once
 
-#include "flashtile/device/core/types.cuh"
+#include "device/core/types.cuh"
 
 namespace flashtile {
 

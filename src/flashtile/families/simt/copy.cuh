@@ -2,9 +2,9 @@
 // one element per access. Asynchronous for float32 where the architecture has cp.async.
 #pragma once
 
-#include "flashtile/device/core/math.cuh"
-#include "flashtile/device/core/mutation.cuh"
-#include "flashtile/device/ptx/cp_async.cuh"
+#include "device/core/math.cuh"
+#include "device/core/mutation.cuh"
+#include "device/ptx/cp_async.cuh"
 
 namespace flashtile {
 

@@ -1,8 +1,8 @@
 // Dropout of a simt tile whose rows are queries (gemm.cuh): 8 lanes share a row. Scope: warp.
 #pragma once
 
-#include "flashtile/device/attn/dropout.cuh"
-#include "flashtile/families/simt/gemm.cuh"
+#include "device/attn/dropout.cuh"
+#include "families/simt/gemm.cuh"
 
 namespace flashtile {
 

@@ -6,9 +6,9 @@
 // and the row groups read by broadcast.
 #pragma once
 
-#include "flashtile/device/core/reduce.cuh"
-#include "flashtile/families/simt/config.cuh"
-#include "flashtile/families/simt/copy.cuh"
+#include "device/core/reduce.cuh"
+#include "families/simt/config.cuh"
+#include "families/simt/copy.cuh"
 
 namespace flashtile {
 

@@ -3,7 +3,7 @@
 // Each consumer warpgroup owns 64 of the kBlockM queries; one more warpgroup holds the producer.
 #pragma once
 
-#include "flashtile/families/sm90_f32/split_operand.cuh"
+#include "families/sm90_f32/split_operand.cuh"
 
 namespace flashtile {
 

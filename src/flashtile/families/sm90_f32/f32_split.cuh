@@ -7,12 +7,12 @@
 // A thread splits 8 neighbouring elements: it reads 32 bytes and writes 16 for each part.
 #pragma once
 
-#include "flashtile/device/attn/config.cuh"
-#include "flashtile/device/attn/tile_place.cuh"
-#include "flashtile/device/core/mutation.cuh"
-#include "flashtile/device/core/reduce.cuh"
-#include "flashtile/families/sm90_f32/config.cuh"
-#include "flashtile/families/sm90_f32/split_tiles.cuh"
+#include "device/attn/config.cuh"
+#include "device/attn/tile_place.cuh"
+#include "device/core/mutation.cuh"
+#include "device/core/reduce.cuh"
+#include "families/sm90_f32/config.cuh"
+#include "families/sm90_f32/split_tiles.cuh"
 
 namespace flashtile {
 

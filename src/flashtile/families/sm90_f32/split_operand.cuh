@@ -8,8 +8,8 @@
 // the last bit that is kept. Tensor cores truncate sums, so the smallest products come first.
 #pragma once
 
-#include "flashtile/device/ptx/wgmma.cuh"
-#include "flashtile/device/tile/fragment.cuh"
+#include "device/ptx/wgmma.cuh"
+#include "device/tile/fragment.cuh"
 
 namespace flashtile {
 

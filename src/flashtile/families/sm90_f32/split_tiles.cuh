@@ -11,7 +11,7 @@
 // `needs_bf16` is raised, and the kernels for bf16_t do the work. Scope of every function: thread.
 #pragma once
 
-#include "flashtile/device/attn/sequence.cuh"
+#include "device/attn/sequence.cuh"
 
 namespace flashtile {
 

@@ -6,8 +6,8 @@
 //          bounds. The blocks of a sequence share its queries.
 #pragma once
 
-#include "flashtile/device/core/math.cuh"
-#include "flashtile/device/ptx/dependent_launch.cuh"
+#include "device/core/math.cuh"
+#include "device/ptx/dependent_launch.cuh"
 
 namespace flashtile {
 

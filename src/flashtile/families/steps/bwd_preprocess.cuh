@@ -5,11 +5,11 @@
 // bwd_dsinks_kernel      one block per head; sums all its rows in a fixed order
 #pragma once
 
-#include "flashtile/device/attn/score_unit.cuh"
-#include "flashtile/device/attn/sequence.cuh"
-#include "flashtile/device/attn/tile_place.cuh"
-#include "flashtile/device/core/mutation.cuh"
-#include "flashtile/device/core/reduce.cuh"
+#include "device/attn/score_unit.cuh"
+#include "device/attn/sequence.cuh"
+#include "device/attn/tile_place.cuh"
+#include "device/core/mutation.cuh"
+#include "device/core/reduce.cuh"
 
 namespace flashtile {
 

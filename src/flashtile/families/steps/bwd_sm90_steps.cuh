@@ -8,13 +8,13 @@
 // Threads: 8 lanes per row, 16 rows per pass of a block, kStepRows rows per block.
 #pragma once
 
-#include "flashtile/device/attn/key_tile.cuh"
-#include "flashtile/device/attn/score_unit.cuh"
-#include "flashtile/device/attn/sequence.cuh"
-#include "flashtile/device/attn/tile_place.cuh"
-#include "flashtile/device/core/mutation.cuh"
-#include "flashtile/device/core/reduce.cuh"
-#include "flashtile/device/tile/fragment.cuh"
+#include "device/attn/key_tile.cuh"
+#include "device/attn/score_unit.cuh"
+#include "device/attn/sequence.cuh"
+#include "device/attn/tile_place.cuh"
+#include "device/core/mutation.cuh"
+#include "device/core/reduce.cuh"
+#include "device/tile/fragment.cuh"
 
 namespace flashtile {
 

@@ -5,10 +5,10 @@
 //          for o the columns.
 #pragma once
 
-#include "flashtile/device/attn/merge.cuh"
-#include "flashtile/device/attn/sequence.cuh"
-#include "flashtile/device/attn/tile_place.cuh"
-#include "flashtile/device/core/reduce.cuh"
+#include "device/attn/merge.cuh"
+#include "device/attn/sequence.cuh"
+#include "device/attn/tile_place.cuh"
+#include "device/core/reduce.cuh"
 
 namespace flashtile {
 

@@ -4,8 +4,8 @@
 // Threads:  16 warps, each with two of the key tiles; a lane packs a row of a tile
 #pragma once
 
-#include "flashtile/device/attn/mask_bits.cuh"
-#include "flashtile/device/core/mutation.cuh"
+#include "device/attn/mask_bits.cuh"
+#include "device/core/mutation.cuh"
 
 namespace flashtile {
 

@@ -4,9 +4,9 @@
 // Threads: any number of blocks of NUM_THREADS; each thread does num_rounds rounds of NUM_FMAS FMA, of NUM_PRODUCTS
 // products of its warp or warpgroup, or of NUM_READS reads.
 #if HAS_WGMMA
-#include "flashtile/device/ptx/wgmma.cuh"
+#include "device/ptx/wgmma.cuh"
 #elif HAS_TENSOR
-#include "flashtile/device/ptx/mma_sync.cuh"
+#include "device/ptx/mma_sync.cuh"
 #endif
 
 struct Params {

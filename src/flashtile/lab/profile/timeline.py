@@ -29,8 +29,8 @@ from flashtile.plans.plan import Step
 from flashtile.problem import AttentionArgs
 from flashtile.runtime import nvrtc
 
-_HEADER = nvrtc.INCLUDE / "flashtile" / "device" / "core" / "timeline.cuh"
-_INCLUDE = re.compile(r'^#include "(flashtile/[^"]+)"', re.MULTILINE)
+_HEADER = nvrtc.INCLUDE / "device" / "core" / "timeline.cuh"
+_INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 _PHASE = re.compile(r"^  (\w+), +// (wait|work): (.*)$", re.MULTILINE)
 _MAX_WARPS = 32
 DRAWN_STEPS = 6
