@@ -14,8 +14,7 @@ import pytest
 from flashtile import families
 from flashtile.runtime.nvrtc import INCLUDE
 
-PACKAGE = INCLUDE
-HEADERS = sorted(path.relative_to(INCLUDE).as_posix() for path in PACKAGE.rglob("*.cuh"))
+HEADERS = sorted(path.relative_to(INCLUDE).as_posix() for path in INCLUDE.rglob("*.cuh"))
 LAYERS = ("core", "ptx", "tile", "attn")  # of device/: each includes from its own and those before it
 SHARED = {"simt", "sm90_f32", "steps"}  # folders of families/ that every family may use, and that use device/ alone
 # The folders of other families that a family uses, in C++ or in Python
@@ -39,12 +38,12 @@ def text(header):
 
 
 def test_there_are_headers():
-    assert {header.split("/")[1] for header in HEADERS} == {"device", "families"}
-    assert {header.split("/")[2] for header in HEADERS if "/device/" in header} == set(LAYERS)
+    assert {header.split("/")[0] for header in HEADERS} == {"device", "families"}
+    assert {header.split("/")[1] for header in HEADERS if header.startswith("device/")} == set(LAYERS)
 
 
 def test_each_family_has_a_folder():
-    files = (PACKAGE / "families").glob("*/*")
+    files = (INCLUDE / "families").glob("*/*")
     folders = {path.parent.name for path in files if path.suffix in (".py", ".cuh")}
     names = {family.name for family in families.all_families() if family.table == families.TABLE}
     assert folders == names | SHARED
@@ -87,10 +86,10 @@ def lines_of(header):
 
 def forbidden(header, code):
     """The includes that a header may not have."""
-    _, root, own, *_ = header.split("/")
+    root, own, *_ = header.split("/")
     found = []
     for line in includes(code):
-        _, other_root, other, *_ = line.strip('"').split("/")
+        other_root, other, *_ = line.strip('"').split("/")
         if root == "device":
             is_allowed = other_root == "device" and LAYERS.index(other) <= LAYERS.index(own)
         else:
@@ -122,16 +121,16 @@ def test_includes_go_downward(header):
     ],
 )
 def test_an_include_from_above_or_from_another_family_is_found(header, other, is_allowed):
-    code = f'#include "flashtile/{other}"\n'
-    assert forbidden(f"flashtile/{header}", code) == ([] if is_allowed else [f'"flashtile/{other}"'])
+    code = f'#include "{other}"\n'
+    assert forbidden(header, code) == ([] if is_allowed else [f'"{other}"'])
 
 
 def test_each_family_uses_the_families_that_it_names():
     """No more, in C++ and Python, and no fewer."""
     found = {}
-    for path in sorted((PACKAGE / "families").glob("*/*.*")):
+    for path in sorted((INCLUDE / "families").glob("*/*.*")):
         own = path.parent.name
-        names = re.findall(r"\bflashtile[./]families[./](\w+)[./]", path.read_text()) if path.suffix != ".pyc" else []
+        names = re.findall(r"\bfamilies[./](\w+)[./]", path.read_text()) if path.suffix != ".pyc" else []
         found.setdefault(own, set()).update(set(names) - {own} - (set() if own in SHARED else SHARED))
     assert {own: names for own, names in found.items() if names} == USES
 
@@ -145,7 +144,7 @@ def test_shared_headers_are_shared(header):
         more = {other for other in HEADERS if line in lines_of(other)} - users
         users |= more
         waiting += more
-    assert len({user.split("/")[2] for user in users if "/families/" in user}) > 1, users
+    assert len({user.split("/")[1] for user in users if user.startswith("families/")}) > 1, users
 
 
 def test_no_header_includes_itself_through_others():
@@ -158,7 +157,7 @@ def test_no_header_includes_itself_through_others():
 @pytest.mark.parametrize("header", HEADERS)
 def test_includes_are_ours(header):
     lines = includes(text(header))
-    assert all(re.fullmatch(r'"flashtile/(device|families)/\w+/\w+\.cuh"', line) for line in lines), lines
+    assert all(re.fullmatch(r'"(device|families)/\w+/\w+\.cuh"', line) for line in lines), lines
     assert all(line.strip('"') in HEADERS for line in lines), lines
     assert text(header).lstrip().startswith("#pragma once")
 
