@@ -13,7 +13,7 @@ inside `dense_function`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -259,45 +259,60 @@ def _forward_dense(
 
 def forward_by_python(args: AttentionArgs) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """Any forward pass. Without results where the backend has registered a plan, by which C++ makes the call."""
-    problem = Problem.of(args)
+    described = _described(native.FORWARD, args)
+    problem = described or Problem.of(args)
     backend = registry.select(problem, args.backend)
-    if backend.plan_forward(args, problem):
+    if described is not None and backend.plan_forward(args, problem):
         return None, None
     out, lse = empty_outputs(args)
     backend.forward(args, out, lse)
     return out, lse
 
 
+def _described(kind: int, args: AttentionArgs) -> Problem | None:
+    """The problem of a call that waits for a plan, as C++ describes it, which has checked it. None where Python has to
+    check."""
+    if args.q.device.type in cuda.CudaBackend.devices:
+        cuda.introduce(args.q.device.index or 0)
+    found = native.described(kind, args)
+    if found is None:
+        is_checking()  # refuses what FLASHTILE_CHECK may not be, whatever the backend
+    return found
+
+
 def _backward(*values: Any) -> tuple[Tensor | None, ...]:
-    dout, dlse, args, out, lse, needs = split_backward(values)
+    dout, dlse, *middle, out, lse, needs = values
+    args = AttentionArgs(*middle)
     grads = backward_by_python(dout, dlse, args, out, lse, needs)
     return grads if grads is NO_GRADS else as_outputs(args, grads)
 
 
 def _backward_dense(dout: Tensor, *values: Any) -> tuple[Tensor | None, ...]:
     *inputs, out, lse = values
-    args, needs = dense_args(*inputs), GradNeeds(True, True, True, False, False)
-    split_backward((dout, None, *args, out, lse, needs))
-    return backward_by_python(dout, None, args, out, lse, needs)[:3]
+    return backward_by_python(dout, None, dense_args(*inputs), out, lse, (True, True, True, False, False))[:3]
 
 
 def backward_by_python(
-    dout: Tensor, dlse: Tensor | None, args: AttentionArgs, out: Tensor, lse: Tensor, needs: GradNeeds
+    dout: Tensor, dlse: Tensor | None, args: AttentionArgs, out: Tensor, lse: Tensor, flags: Sequence[bool]
 ) -> Grads:
     """Any backward pass. NO_GRADS where the backend has registered a plan, by which C++ makes the call."""
-    problem = _backward_problem(args, needs)
+    asked = _with_grads(args, flags)
+    described = _described(native.BACKWARD, asked)
+    if described is None:
+        split_backward((dout, dlse, *args, out, lse, flags))
+    needs, problem = GradNeeds(*flags), described or Problem.summary(asked, shape_of(asked))
     backend = registry.select(problem, args.backend, "backward")
-    if backend.plan_backward(args, problem, needs, dlse is not None):
+    if described is not None and backend.plan_backward(args, problem, needs, dlse is not None):
         return NO_GRADS
     grads = empty_grads(args, needs)
     backend.backward(args, dout, dlse, out, lse, grads)
     return grads
 
 
-def _backward_problem(args: AttentionArgs, needs: GradNeeds) -> Problem:
-    """Returns the problem of arguments that split_backward has checked."""
-    args = args._replace(needs_grad=True, needs_bias_grad=args.needs_bias_grad or needs.dbias)
-    return Problem.summary(args, shape_of(args))
+def _with_grads(args: AttentionArgs, needs: Sequence[bool]) -> AttentionArgs:
+    """The arguments of a backward pass, as selection is told of them."""
+    needs_bias = any(needs[GradNeeds._fields.index("dbias") :][:1])
+    return args._replace(needs_grad=True, needs_bias_grad=args.needs_bias_grad or needs_bias)
 
 
 def _append_kv(*values: Any) -> None:
@@ -588,7 +603,8 @@ def _backward_autograd(keyset: Any, *values: Any) -> Any:
 def _differentiable_backward(*values: Any) -> tuple[Tensor, ...]:
     """Second derivatives: the backward formulas in PyTorch, which differentiates them, through out and lse too."""
     dout, dlse, args, out, lse, needs = split_backward(values)
-    backend = registry.select(_backward_problem(args, needs), args.backend, "backward")
+    asked = _with_grads(args, needs)
+    backend = registry.select(Problem.summary(asked, shape_of(asked)), args.backend, "backward")
     if backend.name != "reference":
         registry.announce_slow_path(
             f"{backend.name!r} has no second derivatives; 'reference' computes them and stores the N x N scores"

@@ -119,15 +119,11 @@ class Function:
         self._addresses: dict[int, int] = {}
         self._lock = threading.Lock()
 
-    def address(self, device_index: int) -> int:
-        """The per-device CUfunction; launches 0.7 us faster than the CUkernel. Call `set_shared_bytes` first."""
-        return self._addresses[device_index]
-
-    def set_shared_bytes(self, device_index: int, num_bytes: int) -> None:
-        """Allows launches with this much dynamic shared memory. The device must be current. Call it before
-        launching."""
+    def set_shared_bytes(self, device_index: int, num_bytes: int) -> int:
+        """Allows launches with this much dynamic shared memory. The device must be current. Call it before launching.
+        Returns the per-device CUfunction, which launches 0.7 us faster than the CUkernel."""
         if self._shared_bytes.get(device_index, -1) >= num_bytes:
-            return
+            return self._addresses[device_index]
         with self._lock, _relaxed_capture():
             _ensure_context()
             # The driver loads a cubin onto a device on first use. Do it here, where a graph capture allows it
@@ -143,6 +139,7 @@ class Function:
                     _device(device_index),
                 )
                 self._shared_bytes[device_index] = num_bytes
+        return self._addresses[device_index]
 
     def blocks_per_multiprocessor(self, num_threads: int, shared_bytes: int) -> int:
         """Resident blocks per multiprocessor of the current device, by the driver. Call `set_shared_bytes` first."""
@@ -316,7 +313,9 @@ def _driver() -> ctypes.CDLL:
 
 
 def _call(name: str, *arguments: object) -> None:
-    check(getattr(_driver(), name)(*arguments), name)
+    status = getattr(_driver(), name)(*arguments)
+    if status != 0:
+        check(status, name)
 
 
 def check(status: int, what: str) -> None:
