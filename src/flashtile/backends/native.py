@@ -203,7 +203,9 @@ def register_plan(
     if places:
         # A kernel that the call does not launch may not be compiled: it is left out until one does
         with executor.on_device(device_index):
-            found = tuple(_loaded(place, kernels[place], arch, device_index) for place in places)
+            # With those that other calls have compiled: the plan may replace one that has them
+            places = {*places, *(place for place, step in enumerate(kernels) if executor.is_loaded(step, arch))}
+            found = tuple(_loaded(place, kernels[place], arch, device_index) for place in sorted(places))
             if kept_bytes:
                 # The default stream is that of the current device
                 region = kept.zeros(device_index, executor.current_stream(device_index), kept_bytes)
