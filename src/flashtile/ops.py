@@ -23,6 +23,7 @@ from torch.compiler import is_compiling
 
 from flashtile.backends import cuda, kvcache, native, reference, registry
 from flashtile.backends.base import GradNeeds, Grads
+from flashtile.backends.call import plain_args
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.errors import dtype_name, type_error, unsupported, value_error
 from flashtile.problem import (
@@ -32,6 +33,7 @@ from flashtile.problem import (
     NUM_TENSORS,
     AttentionArgs,
     Problem,
+    check_values,
     is_checking,
     lse_dtype,
     schema,
@@ -218,7 +220,14 @@ NO_GRADS = Grads(None, None, None, None, None)
 
 
 def _forward(*values: Any) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    return forward_by_python(AttentionArgs(*values))
+    args = AttentionArgs(*values)
+    plain = plain_args(args)
+    if plain is args:
+        return forward_by_python(args)
+    validate(args)
+    with torch._C._AutoDispatchBelowAutograd():
+        out, lse = forward_op(*plain)
+    return out, lse
 
 
 DETERMINISTIC, NEEDS_GRAD = 1 << DENSE_SHIFTS["deterministic"], 1 << DENSE_SHIFTS["needs_grad"]
@@ -261,8 +270,10 @@ def forward_by_python(args: AttentionArgs) -> tuple[Tensor, Tensor] | tuple[None
     """Any forward pass. Without results where the backend has registered a plan, by which C++ makes the call."""
     described = _described(native.FORWARD, args)
     problem = described or Problem.of(args)
+    if is_checked := described is None and is_checking():
+        check_values(args)
     backend = registry.select(problem, args.backend)
-    if described is not None and backend.plan_forward(args, problem):
+    if (described is not None or is_checked) and backend.plan_forward(args, problem):
         return None, None
     out, lse = empty_outputs(args)
     backend.forward(args, out, lse)
@@ -274,17 +285,20 @@ def _described(kind: int, args: AttentionArgs) -> Problem | None:
     check."""
     if args.q.device.type in cuda.CudaBackend.devices:
         cuda.introduce(args.q.device.index or 0)
-    found = native.described(kind, args)
-    if found is None:
-        is_checking()  # refuses what FLASHTILE_CHECK may not be, whatever the backend
-    return found
+    return native.described(kind, args)
 
 
 def _backward(*values: Any) -> tuple[Tensor | None, ...]:
     dout, dlse, *middle, out, lse, needs = values
     args = AttentionArgs(*middle)
-    grads = backward_by_python(dout, dlse, args, out, lse, needs)
-    return grads if grads is NO_GRADS else as_outputs(args, grads)
+    plain = plain_args(args)
+    if plain is args:
+        grads = backward_by_python(dout, dlse, args, out, lse, needs)
+        return grads if grads is NO_GRADS else as_outputs(args, grads)
+    split_backward(values)
+    with torch._C._AutoDispatchBelowAutograd():
+        *grads, dsinks = backward_op(dout, dlse, *plain, out, lse, needs)
+    return *grads, dsinks if args.sinks is None else dsinks.to(args.sinks.dtype)
 
 
 def _backward_dense(dout: Tensor, *values: Any) -> tuple[Tensor | None, ...]:
@@ -301,8 +315,10 @@ def backward_by_python(
     if described is None:
         split_backward((dout, dlse, *args, out, lse, flags))
     needs, problem = GradNeeds(*flags), described or Problem.summary(asked, shape_of(asked))
+    if is_checked := described is None and is_checking():
+        check_values(args)
     backend = registry.select(problem, args.backend, "backward")
-    if described is not None and backend.plan_backward(args, problem, needs, dlse is not None):
+    if (described is not None or is_checked) and backend.plan_backward(args, problem, needs, dlse is not None):
         return NO_GRADS
     grads = empty_grads(args, needs)
     backend.backward(args, dout, dlse, out, lse, grads)

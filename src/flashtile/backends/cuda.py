@@ -29,9 +29,7 @@ from flashtile.kernels.spec import DTYPES, GRADS, PlanKey
 from flashtile.problem import (
     AttentionArgs,
     Problem,
-    check_values,
     is_aligned16,
-    is_checking,
     is_deterministic,
     shape_of,
 )
@@ -81,15 +79,11 @@ class CudaBackend(Backend):
         return _plan(native.BACKWARD, args, problem, wanted_grads(args, needs), ("dlse",) * has_dlse)
 
     def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
-        if is_checking():
-            check_values(args)
         executor.execute(forward_launch(args, out, lse))
 
     def backward(
         self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads
     ) -> None:
-        if is_checking():
-            check_values(args)
         executor.execute(backward_launch(args, dout, dlse, out, lse, grads))
 
     def details(self, problem: Problem, op: str = "forward") -> dict[str, str]:
@@ -181,11 +175,8 @@ def _plan(
     kind: int, args: AttentionArgs, problem: Problem, grads: tuple[str, ...] | None, others: tuple[str, ...]
 ) -> bool:
     """Registers the plan of the call that waits for one. others: the optional tensors of a backward pass."""
-    key, given = _key_of(problem, grads), tensors_of(args)
-    plan = assemble.plan(key, layout_of(args, (*given, *others)))
-    if not executor.is_in_place(plan, given):
-        return False
-    index = problem.device_index
+    key, index = _key_of(problem, grads), problem.device_index
+    plan = assemble.plan(key, layout_of(args, (*tensors_of(args), *others)))
     return native.register_plan(kind, plan, _num_multiprocessors(index), key.arch.name, index)
 
 

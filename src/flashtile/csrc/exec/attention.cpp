@@ -367,6 +367,11 @@ bool read_spans(const Options& options, const Call& call, std::vector<Span>& spa
   return true;
 }
 
+bool are_fitting_queries(const View& q, const View& k) {
+  return q.dim == kMaxDim && q.dtype == k.dtype && q.device == k.device && q.size(-4) == k.size(-4) &&
+         q.size(-1) == k.size(-1);
+}
+
 bool prepare_append(const Options& options, Call& call, Key& key) {
   const View *tensors = call.tensors, &k = tensors[kNewK], &v = tensors[kNewV], &k_cache = tensors[kKCache],
              &v_cache = tensors[kVCache];
@@ -394,8 +399,7 @@ bool prepare_append(const Options& options, Call& call, Key& key) {
   if (table.is_given() && (table.size(-2) != k.size(-4) || table.numel() == 0)) return false;
   if (cos.is_given() != sin.is_given()) return false;
   if (cos.is_given() && (2 * cos.size(-1) > k.size(-1) || !has_sizes_of(cos, sin) || cos.numel() == 0)) return false;
-  if (q.is_given() && (q.dim != kMaxDim || q.dtype != k.dtype || q.size(-4) != k.size(-4) || q.size(-1) != k.size(-1)))
-    return false;
+  if (q.is_given() && !are_fitting_queries(q, k)) return false;
   call.scalars[kIsInterleaved] = options.is_interleaved, call.scalars[kIsOrdered] = options.is_ordered;
   call.scalars[kLength] = static_cast<double>(has_one_length ? options.length : 0);
   bool is_aligned = !cos.is_given() || cos.size(-1) * size_of(k.dtype) % 16 == 0;

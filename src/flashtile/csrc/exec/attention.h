@@ -154,6 +154,8 @@ bool rows_disjoint(const View& tensor, bool is_bshd);
 bool read_spans(const Options& options, const Call& call, std::vector<Span>& spans);
 // The same for an append. The tensors that a step writes have been laid out.
 bool prepare_append(const Options& options, Call& call, Key& key);
+// As backends/kvcache.py: validate_queries
+bool are_fitting_queries(const View& q, const View& k);
 // Lays out what a step of these queries, new rows and angles writes beside the caches.
 void lay_out_step(const Options& options, const View& q, Call& call);
 

@@ -74,12 +74,12 @@ PyObject* classes_of(const Request& request) {
 }
 
 // (pass): the call of a forward or backward pass that waits for a plan, which is valid: (the fields of problem.py:
-// Shape, those of problem.py: Facts). None where there is no such call.
+// Shape, those of problem.py: Facts). None where there is no such call, or Python has to check it.
 PyObject* waiting_call(PyObject*, PyObject* args) {
   int pass = 0;
   if (!PyArg_ParseTuple(args, "i", &pass)) return nullptr;
   Request* request = waiting_request(pass);
-  if (request == nullptr || !has_right_tensors(request->options, request->call)) Py_RETURN_NONE;
+  if (request == nullptr || is_checking() || !has_right_tensors(request->options, request->call)) Py_RETURN_NONE;
   const Options& options = request->options;
   const Key& key = request->key;
   const View *tensors = request->call.tensors, &q = tensors[kQ], &k = tensors[kK], &v = tensors[kV];
