@@ -13,7 +13,7 @@ inside `dense_function`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +23,7 @@ from torch.compiler import is_compiling
 
 from flashtile.backends import cuda, kvcache, native, reference, registry
 from flashtile.backends.base import GradNeeds, Grads
+from flashtile.backends.call import plain_args
 from flashtile.backends.kvcache import AppendArgs
 from flashtile.errors import dtype_name, type_error, unsupported, value_error
 from flashtile.problem import (
@@ -32,6 +33,7 @@ from flashtile.problem import (
     NUM_TENSORS,
     AttentionArgs,
     Problem,
+    check_values,
     is_checking,
     lse_dtype,
     schema,
@@ -218,7 +220,14 @@ NO_GRADS = Grads(None, None, None, None, None)
 
 
 def _forward(*values: Any) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    return forward_by_python(AttentionArgs(*values))
+    args = AttentionArgs(*values)
+    plain = plain_args(args)
+    if plain is args:
+        return forward_by_python(args)
+    validate(args)
+    with torch._C._AutoDispatchBelowAutograd():
+        out, lse = forward_op(*plain)
+    return out, lse
 
 
 DETERMINISTIC, NEEDS_GRAD = 1 << DENSE_SHIFTS["deterministic"], 1 << DENSE_SHIFTS["needs_grad"]
@@ -259,45 +268,67 @@ def _forward_dense(
 
 def forward_by_python(args: AttentionArgs) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """Any forward pass. Without results where the backend has registered a plan, by which C++ makes the call."""
-    problem = Problem.of(args)
+    described = _described(native.FORWARD, args)
+    problem = described or Problem.of(args)
+    if is_checked := described is None and is_checking():
+        check_values(args)
     backend = registry.select(problem, args.backend)
-    if backend.plan_forward(args, problem):
+    if (described is not None or is_checked) and backend.plan_forward(args, problem):
         return None, None
     out, lse = empty_outputs(args)
     backend.forward(args, out, lse)
     return out, lse
 
 
+def _described(kind: int, args: AttentionArgs) -> Problem | None:
+    """The problem of a call that waits for a plan, as C++ describes it, which has checked it. None where Python has to
+    check."""
+    if args.q.device.type in cuda.CudaBackend.devices:
+        cuda.introduce(args.q.device.index or 0)
+    return native.described(kind, args)
+
+
 def _backward(*values: Any) -> tuple[Tensor | None, ...]:
-    dout, dlse, args, out, lse, needs = split_backward(values)
-    grads = backward_by_python(dout, dlse, args, out, lse, needs)
-    return grads if grads is NO_GRADS else as_outputs(args, grads)
+    dout, dlse, *middle, out, lse, needs = values
+    args = AttentionArgs(*middle)
+    plain = plain_args(args)
+    if plain is args:
+        grads = backward_by_python(dout, dlse, args, out, lse, needs)
+        return grads if grads is NO_GRADS else as_outputs(args, grads)
+    split_backward(values)
+    with torch._C._AutoDispatchBelowAutograd():
+        *grads, dsinks = backward_op(dout, dlse, *plain, out, lse, needs)
+    return *grads, dsinks if args.sinks is None else dsinks.to(args.sinks.dtype)
 
 
 def _backward_dense(dout: Tensor, *values: Any) -> tuple[Tensor | None, ...]:
     *inputs, out, lse = values
-    args, needs = dense_args(*inputs), GradNeeds(True, True, True, False, False)
-    split_backward((dout, None, *args, out, lse, needs))
-    return backward_by_python(dout, None, args, out, lse, needs)[:3]
+    return backward_by_python(dout, None, dense_args(*inputs), out, lse, (True, True, True, False, False))[:3]
 
 
 def backward_by_python(
-    dout: Tensor, dlse: Tensor | None, args: AttentionArgs, out: Tensor, lse: Tensor, needs: GradNeeds
+    dout: Tensor, dlse: Tensor | None, args: AttentionArgs, out: Tensor, lse: Tensor, flags: Sequence[bool]
 ) -> Grads:
     """Any backward pass. NO_GRADS where the backend has registered a plan, by which C++ makes the call."""
-    problem = _backward_problem(args, needs)
+    asked = _with_grads(args, flags)
+    described = _described(native.BACKWARD, asked)
+    if described is None:
+        split_backward((dout, dlse, *args, out, lse, flags))
+    needs, problem = GradNeeds(*flags), described or Problem.summary(asked, shape_of(asked))
+    if is_checked := described is None and is_checking():
+        check_values(args)
     backend = registry.select(problem, args.backend, "backward")
-    if backend.plan_backward(args, problem, needs, dlse is not None):
+    if (described is not None or is_checked) and backend.plan_backward(args, problem, needs, dlse is not None):
         return NO_GRADS
     grads = empty_grads(args, needs)
     backend.backward(args, dout, dlse, out, lse, grads)
     return grads
 
 
-def _backward_problem(args: AttentionArgs, needs: GradNeeds) -> Problem:
-    """Returns the problem of arguments that split_backward has checked."""
-    args = args._replace(needs_grad=True, needs_bias_grad=args.needs_bias_grad or needs.dbias)
-    return Problem.summary(args, shape_of(args))
+def _with_grads(args: AttentionArgs, needs: Sequence[bool]) -> AttentionArgs:
+    """The arguments of a backward pass, as selection is told of them."""
+    needs_bias = any(needs[GradNeeds._fields.index("dbias") :][:1])
+    return args._replace(needs_grad=True, needs_bias_grad=args.needs_bias_grad or needs_bias)
 
 
 def _append_kv(*values: Any) -> None:
@@ -588,7 +619,8 @@ def _backward_autograd(keyset: Any, *values: Any) -> Any:
 def _differentiable_backward(*values: Any) -> tuple[Tensor, ...]:
     """Second derivatives: the backward formulas in PyTorch, which differentiates them, through out and lse too."""
     dout, dlse, args, out, lse, needs = split_backward(values)
-    backend = registry.select(_backward_problem(args, needs), args.backend, "backward")
+    asked = _with_grads(args, needs)
+    backend = registry.select(Problem.summary(asked, shape_of(asked)), args.backend, "backward")
     if backend.name != "reference":
         registry.announce_slow_path(
             f"{backend.name!r} has no second derivatives; 'reference' computes them and stores the N x N scores"

@@ -185,10 +185,13 @@ class Problem:
     is_varlen: bool
     has_key_lengths: bool
     page_size: int  # 0 = not paged
-    is_aligned16: bool  # every row of q, k and v starts on a 16-byte boundary and is a multiple of 16 bytes long
+    # Every row of q, k and v, and where C++ has told it of all that kernels read or write by rows, starts on a 16-byte
+    # boundary and is a multiple of 16 bytes long
+    is_aligned16: bool
     rows_disjoint: bool  # no two rows of q, k or v overlap in memory
     heads_disjoint: bool  # no two heads of q share memory
     is_v_in_k: bool  # each row of v is the beginning of the same row of k in memory
+    classes: tuple[str, tuple[int, ...]] | None = None  # (op, its length classes), where C++ has told them
     arch: str = ""  # a GPU that need not be here, such as sm_80; empty: the device's own
     gpu: str = ""  # its name, such as A100; empty: any GPU of that architecture
 
@@ -198,9 +201,9 @@ class Problem:
         return cls.summary(args, validate(args))
 
     @classmethod
-    def summary(cls, args: AttentionArgs, shape: Shape) -> Problem:
+    def summary(cls, args: AttentionArgs, shape: Shape, facts: Facts | None = None) -> Problem:
         """Returns the summary of arguments that are known to be valid."""
-        tensors = (args.q, args.k, args.v)
+        facts = facts or facts_of(args)
         return cls(
             needs_grad=args.needs_grad,
             device=args.q.device.type,
@@ -211,12 +214,12 @@ class Problem:
             out_dtype=args.out_dtype or args.q.dtype,
             shape=shape,
             layout=args.layout,
-            scale=softmax_scale(args),
+            scale=facts.scale,
             causal=args.causal,
             window=key_window(args),
             softcap=args.softcap,
             dropout_p=args.dropout_p,
-            deterministic=is_deterministic(args),
+            deterministic=facts.deterministic,
             num_splits=args.num_splits,
             has_mask=args.mask is not None,
             bias_dtype=None if args.bias is None else args.bias.dtype,
@@ -226,11 +229,36 @@ class Problem:
             is_varlen=args.cu_seqlens_q is not None,
             has_key_lengths=args.seqused_k is not None or args.leftpad_k is not None,
             page_size=page_size(args),
-            is_aligned16=all(map(is_aligned16, tensors)),
-            rows_disjoint=all(rows_disjoint(tensor, args.layout) for tensor in tensors),
-            heads_disjoint=args.q.stride(head_axis(args.layout)) != 0,
-            is_v_in_k=is_v_in_k(args.k, args.v),
+            is_aligned16=facts.is_aligned16,
+            rows_disjoint=facts.rows_disjoint,
+            heads_disjoint=facts.heads_disjoint,
+            is_v_in_k=facts.is_v_in_k,
+            classes=facts.classes,
         )
+
+
+class Facts(NamedTuple):
+    """Fields of a problem that take a look at tensors and switches."""
+
+    scale: float
+    deterministic: bool
+    is_aligned16: bool
+    rows_disjoint: bool
+    heads_disjoint: bool
+    is_v_in_k: bool
+    classes: tuple[str, tuple[int, ...]] | None = None
+
+
+def facts_of(args: AttentionArgs) -> Facts:
+    tensors = (args.q, args.k, args.v)
+    return Facts(
+        softmax_scale(args),
+        is_deterministic(args),
+        all(map(is_aligned16, tensors)),
+        all(rows_disjoint(tensor, args.layout) for tensor in tensors),
+        args.q.stride(head_axis(args.layout)) != 0,
+        is_v_in_k(args.k, args.v),
+    )
 
 
 def is_aligned16(tensor: Tensor) -> bool:

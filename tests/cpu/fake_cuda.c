@@ -12,6 +12,7 @@ static uint64_t log_end;
 static uint64_t image_bytes;  // that a launch's parameters have
 static uint64_t capture;      // in which every stream is; 0: none
 static int next_status;       // of the next launch
+static int num_refused;      // allocations, from now on
 static uint64_t watched_at, watched_size;  // where a launch's parameters have an address, and how many bytes from there
 static uint8_t* watched;
 
@@ -20,6 +21,7 @@ uint8_t* fake_log(void) { return log_bytes; }
 uint64_t fake_log_end(void) { return log_end; }
 void fake_reset(uint64_t num_image_bytes) { log_end = 0, image_bytes = num_image_bytes; }
 void fake_fail_next(int status) { next_status = status; }
+void fake_refuse_memory(int times) { num_refused = times; }
 void fake_capture(uint64_t number) { capture = number; }
 void fake_watch(uint64_t at, uint64_t size) { watched_at = at, watched_size = size, watched = realloc(watched, size + 1); }
 uint8_t* fake_watched(void) { return watched; }
@@ -45,7 +47,10 @@ int cuMemsetD32Async(uint64_t address, uint32_t value, size_t count, void* strea
   for (size_t index = 0; index < count; ++index) ((uint32_t*)(uintptr_t)address)[index] = value;
   return (void)stream, 0;
 }
-int cuMemAlloc_v2(uint64_t* address, size_t size) { return *address = (uintptr_t)malloc(size), 0; }
+int cuMemAlloc_v2(uint64_t* address, size_t size) {
+  if (num_refused > 0) return --num_refused, 2;
+  return *address = (uintptr_t)malloc(size), 0;
+}
 int cuStreamCreate(void** stream, unsigned flags) { return *stream = (void*)(uintptr_t)(flags + next_handle++), 0; }
 int cuStreamSynchronize(void* stream) { return (void)stream, 0; }
 int cuStreamDestroy_v2(void* stream) { return (void)stream, 0; }

@@ -25,7 +25,7 @@ from flashtile import testing
 from flashtile.backends import cuda, executor
 from flashtile.backends.base import Grads
 from flashtile.plans.mutation import is_broken
-from flashtile.problem import AttentionArgs, Problem, Shape
+from flashtile.problem import AttentionArgs, Problem
 from flashtile.runtime import cache, driver
 from flashtile.testing import Inputs, Result, rule
 
@@ -90,8 +90,8 @@ def on_cpu() -> Any:
 
 
 def _on_gpu(summary: Callable[..., Problem]) -> Callable[..., Problem]:
-    def call(cls: type[Problem], args: AttentionArgs, shape: Shape) -> Problem:
-        return dataclasses.replace(summary(cls, args, shape), device="cuda")
+    def call(cls: type[Problem], *described: Any) -> Problem:
+        return dataclasses.replace(summary(cls, *described), device="cuda")
 
     return call
 

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import flashtile
 from flashtile import ops
-from flashtile.backends import native, registry
+from flashtile.backends import executor, native, registry
 from flashtile.backends.base import GradNeeds, Grads
 from flashtile.backends.call import backward_tensors
 from flashtile.problem import AttentionArgs, Problem
@@ -292,22 +292,16 @@ def test_what_is_left_to_python(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
             torch.testing.assert_close(flashtile.attention(q, q, q), flashtile.attention(q, q, q, backend="reference"))
 
 
-def test_no_plan_is_made_for_a_call_that_needs_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To make one takes longer than the call."""
-    q = torch.randn(1, 2, 9, 16, dtype=torch.bfloat16, requires_grad=True)
-
-    def refuse(*args: object) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr(native, "serialize", refuse)
-    for sinks in (torch.randn(2, dtype=torch.bfloat16), torch.randn(2, 2)[:, 0]):
-        out = flashtile.attention(q, q, q, sinks=sinks)
-        grads = torch.autograd.grad(out.sum(), q)
-        expected = flashtile.attention(q, q, q, sinks=sinks, backend="reference")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_small_tensors_are_copied_for_cpp(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "execute_on_host", None)
+    q = torch.randn(1, 2, 9, 16, dtype=dtype, requires_grad=True)
+    for made in (torch.randn(2), torch.randn(2, 2)[:, 0], torch.randn(2, dtype=dtype)):
+        sinks = made.requires_grad_()
+        out, expected = (flashtile.attention(q, q, q, sinks=sinks, backend=name) for name in ("cpu", "reference"))
         torch.testing.assert_close(out, expected)
-        torch.testing.assert_close(grads, torch.autograd.grad(expected.sum(), q))
-    with pytest.raises(AssertionError):
-        flashtile.attention(q, q, q)
+        grads, like = (torch.autograd.grad(one.sum(), (q, sinks)) for one in (out, expected))
+        torch.testing.assert_close(grads, like)
 
 
 @pytest.mark.parametrize("is_handled", [False, True])
@@ -429,3 +423,20 @@ def test_gradients_with_a_pending_negation() -> None:
     for _ in range(3):
         found = torch.autograd.grad(flashtile.attention(*leaves), leaves, torch._neg_view(dout))
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_call_without_memory_is_refused_by_torch_at_once() -> None:
+    """C++ tries, and Python once more, whose error is torch's."""
+    q, k = torch.ones(1, 1, 1, 64), torch.ones(1, 1, 3, 64)
+    module = extension.executor()
+
+    def call(batch: int, heads: int) -> Tensor:
+        return flashtile.attention(*(tensor.expand(batch, heads, -1, -1) for tensor in (q, k, k)), backend="cpu")
+
+    for _ in range(2):
+        call(2, 3)
+    before, plans = module.num_fallbacks(), module.num_plans()
+    for turn in range(1, 3):
+        with pytest.raises(RuntimeError, match="allocate memory"):
+            call(2**30, 2**20)
+        assert (module.num_fallbacks(), module.num_plans()) == (before + turn, plans)

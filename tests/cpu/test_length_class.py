@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from flashtile.backends import native
+from flashtile import families
 from flashtile.plans.length_class import (
     FewQueries,
     KeySteps,
@@ -96,7 +96,9 @@ def test_what_is_no_length_class_is_refused(wrong: tuple[int, ...]) -> None:
 
 
 def test_those_in_use_fit_a_key() -> None:
-    forward, backward = native._length_classes()
+    forward, backward = (
+        tuple(one.serialized() for one in families.length_classes(op)) for op in ("forward", "backward")
+    )
     extension.executor().set_gpu(63, 132, forward, backward)
     with pytest.raises(ValueError, match="at most 24"):
         extension.executor().set_gpu(63, 132, 3 * forward, backward)

@@ -188,7 +188,45 @@ def test_a_thousand_calls_are_launched_alike(part: int, recorder: Recorder, monk
     assert left < 250
     assert num_backward > 20
     assert {"fwd_sm90_kernel", "fwd_simt_kernel"} <= kernels
-    assert extension.executor().num_plans() < served + num_backward - 20  # the others met a plan of an earlier call
+    assert (
+        extension.executor().num_plans() < served + left + num_backward - 20
+    )  # the others met a plan of an earlier call
+
+
+def test_cpp_describes_a_call_as_python_does(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes, facts and length classes of calls that wait for a plan."""
+    found: dict[str, int] = dict.fromkeys(("forward", "backward", "none"), 0)
+    described = native.described
+
+    def compared(kind: int, args: AttentionArgs) -> Problem | None:
+        problem, expected = described(kind, args), Problem.of(args)
+        if problem is None:
+            found["none"] += 1
+            return None
+        assert problem.classes is not None
+        op, numbers = problem.classes
+        classes = families.length_classes(op)
+        assert numbers == tuple(one.of(expected.shape, fake_gpu.NUM_MULTIPROCESSORS) for one in classes)
+        if op == "backward":  # which reads and writes more rows
+            assert problem.is_aligned16 <= expected.is_aligned16
+            expected = dataclasses.replace(expected, is_aligned16=problem.is_aligned16)
+        assert dataclasses.replace(problem, classes=None) == expected
+        found[op] += 1
+        return problem
+
+    monkeypatch.setattr(native, "described", compared)
+    source = problems(7)
+    while found["forward"] < 150 or found["backward"] < 20:
+        case, seed, has_backward = next(source)
+        inputs = case.make(seed)
+        args = inputs.args._replace(scale=(None, 0.0, -0.5, 2.0)[seed % 4], deterministic=(None, True, False)[seed % 3])
+        assemble.clear_plans()
+        ops.forward(*args)
+        if has_backward:
+            out, lse = ops.empty_outputs(args)
+            wanted = (True, True, True, args.bias is not None, args.sinks is not None)
+            ops.backward(inputs.dout, None, *args, out, lse, wanted)
+    assert found["none"] < 100
 
 
 @pytest.mark.parametrize("kind", ["dense", "varlen", "used", "padded"])
@@ -333,7 +371,7 @@ def test_each_operand_has_a_map_of_its_own_dtype(
     one = by_python(recorder, launch, (out, lse))
 
     def planned(args: AttentionArgs) -> tuple[None, None]:
-        assert native.waiting(native.FORWARD, 0, fake_gpu.NUM_MULTIPROCESSORS) is not None
+        native.introduce(0, fake_gpu.NUM_MULTIPROCESSORS)
         assert native.register_plan(native.FORWARD, launch.plan, fake_gpu.NUM_MULTIPROCESSORS, launch.arch)
         return None, None
 
@@ -354,7 +392,7 @@ def test_a_dtype_without_a_map_is_an_error(recorder: Recorder, monkeypatch: pyte
         "forward_by_python",
         lambda args: (native.register_plan(native.FORWARD, launch.plan, 132, launch.arch) and None, None),
     )
-    native.waiting(native.FORWARD, 0, 132)  # C++ knows the GPU
+    native.introduce(0, 132)
     with pytest.raises(driver.DriverError, match="cuTensorMapEncodeTiled of a tensor whose dtype has no map"):
         ops.forward(*args)
 
@@ -838,7 +876,8 @@ def test_a_step_with_a_wrong_cluster_is_refused(fields: dict[str, int], message:
 def test_a_plan_belongs_to_the_call_that_fell_back(recorder: Recorder) -> None:
     args = PLAIN.make(0).args
     launch = cuda.forward_launch(args, *ops.empty_outputs(args))
-    assert native.waiting(native.FORWARD, 0, 132) is None
+    native.introduce(0, 132)
+    assert native.described(native.FORWARD, args) is None
     assert not native.register_plan(native.FORWARD, launch.plan, 132, launch.arch)
     with pytest.raises(RuntimeError, match="no call waits for a plan"):
         extension.executor().register_plan(native.FORWARD, ())
@@ -957,7 +996,7 @@ def test_a_cold_call_goes_to_python_once(recorder: Recorder) -> None:
         name: int(name.startswith("cold")) for name in found
     }
     most = {"hot forward": 3, "hot forward with grad": 5, "hot backward": 1, "first forward with grad": 8}
-    most |= {"cold forward": 215, "cold backward": 200, "cold forward, window": 120}
+    most |= {"cold forward": 150, "cold backward": 145, "cold forward, window": 75}
     assert {name: found[name][1] for name, limit in most.items() if found[name][1] > limit} == {}
 
 
@@ -974,16 +1013,16 @@ def test_a_kernel_that_was_not_needed_yet_is_made_when_it_is(served: list[str]) 
     assert len(served) == 2
 
 
-def test_a_call_that_needs_a_copy_teaches_nothing(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = make(1, 2, 1, 64)
-    longer, slopes = torch.randn(1, 2, 4000, 64, dtype=torch.bfloat16), torch.rand(4)
-    copies: list[dict[str, Tensor]] = []
-    prepare = executor.prepare
-    monkeypatch.setattr(executor, "prepare", lambda plan, given: copies.append(prepare(plan, given)) or copies[-1])
-    for _ in range(2):
-        flashtile.attention(q, longer, longer, alibi_slopes=slopes[:2])  # split, and combined
-        flashtile.attention(q, k, v, alibi_slopes=slopes[::2])  # not contiguous
-    assert (len(served), len(copies)) == (3, 2)
+def test_small_tensors_are_copied_for_cpp(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "execute", None)
+    q, k, v = make(1, 2, 3, 64, requires_grad=True)
+    sinks = torch.rand(2, 2, dtype=torch.bfloat16)[:, 0].requires_grad_()
+    for turn in range(2):
+        out = flashtile.attention(q, k, v, alibi_slopes=torch.rand(4)[::2], sinks=sinks)
+        *_, dsinks = torch.autograd.grad(out.sum(), (q, k, v, sinks))
+        assert (dsinks.shape, dsinks.dtype, len(served)) == ((2,), torch.bfloat16, 2), turn
+    with pytest.raises(TypeError, match="sinks: got int32"):
+        flashtile.attention(q, k, v, sinks=torch.ones(4, dtype=torch.int32)[::2])
 
 
 def test_flags_of_a_join_are_kept_zeros_of_one_stream_and_capture(served: list[str], recorder: Recorder) -> None:
@@ -1011,6 +1050,40 @@ def test_flags_of_a_join_are_kept_zeros_of_one_stream_and_capture(served: list[s
     recorder.library.fake_capture(0)
     assert address() == eager
     assert len(served) == 3
+
+
+@pytest.mark.parametrize(("refused", "captured", "emptied"), [(1, False, 1), (2, False, 1), (1, True, 0)])
+def test_torchs_cache_is_emptied_where_it_holds_all_memory(
+    refused: int, captured: bool, emptied: int, served: list[str], recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = torch.randn(1, 2, 1, 64, dtype=torch.bfloat16), *make(1, 2, 4000, 64)[1:]
+    empties: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: empties.append(True))
+    recorder.library.fake_capture(7 if captured else 0)
+    recorder.library.fake_refuse_memory(refused)
+    try:
+        if refused > emptied:
+            with pytest.raises(driver.DriverError, match="cuMemAlloc_v2 of 4096 bytes failed"):
+                flashtile.attention(q, k, v)
+        else:
+            flashtile.attention(q, k, v)
+            assert len(recorder.launches()) == 1
+    finally:
+        recorder.library.fake_capture(0)
+        recorder.library.fake_refuse_memory(0)
+    assert len(empties) == emptied
+
+
+def test_a_plan_that_replaces_another_has_its_kernels(recorder: Recorder) -> None:
+    """A kernel that the new plan's first call does not need is there for the next one."""
+    args = Case(dtype=torch.bfloat16, batch=1, heads=1, heads_kv=1, seqlen_q=200, seqlen_k=4000).make(0).args
+    ops.forward(*args._replace(num_splits=4))
+    assemble.clear_plans()
+    ops.forward(*args._replace(num_splits=1))
+    before = num_fallbacks()
+    recorder.reset(0)
+    ops.forward(*args._replace(num_splits=4))
+    assert (num_fallbacks(), len(recorder.launches())) == (before, 2)
 
 
 def test_flags_of_a_join_lie_on_the_device_of_the_call(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1281,121 +1354,6 @@ def test_bad_input_is_refused_in_the_same_words(served: list[str]) -> None:
     assert {name for name, (kind, _) in found.items() if not kind} == right
 
 
-# Every right call with one thing changed, as the ops take it: what C++ lets pass by a plan, Python takes
-
-
-def changed_tensors(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Each size less, more or 0; a rank less and more; other dtypes; other memory."""
-    for axis, size in enumerate(tensor.shape):
-        for other in {0, 1, size - 1, size + 1, 2 * size} - {size, -1}:
-            shape = (*tensor.shape[:axis], other, *tensor.shape[axis + 1 :])
-            yield f"shape {shape}", torch.zeros(shape, dtype=tensor.dtype)
-        yield f"axis {axis} expanded", tensor.narrow(axis, 0, 1).expand(tensor.shape)
-        yield (
-            f"axis {axis} strided",
-            tensor.repeat_interleave(2, axis).narrow(axis, 0, 2 * size)[
-                (*([slice(None)] * axis), slice(None, None, 2))
-            ],
-        )
-    yield "a rank less", tensor[0] if tensor.dim() else tensor
-    yield "a rank more", tensor[None]
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.float8_e4m3fn,
-        torch.int32,
-        torch.int64,
-        torch.bool,
-    ):
-        if dtype != tensor.dtype:
-            yield f"{dtype}", tensor.to(dtype)
-    yield "elsewhere", tensor.to("meta")
-
-
-NUMBERS = (-(2**31), -2, -1, 0, 1, 7, 8, 2**31 - 1024, 2**31)
-CHANGED_OPTIONS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), (None, *NUMBERS)),
-    **dict.fromkeys(("window_left", "window_right", "first_query", "first_key", "first_head"), NUMBERS),
-    **dict.fromkeys(("total_heads", "num_splits"), NUMBERS),
-    "scale": (None, 0.0, -1.0, 1e38, 2.0**128, float("inf"), float("nan")),
-    "softcap": (-1.0, 0.0, 1.0, 1e39, float("inf"), float("nan")),
-    "dropout_p": (-0.1, 0.0, 0.5, 1.0, float("nan")),
-    "causal": ("none", "top_left", "bottom_right", "left"),
-    "layout": ("bhsd", "bshd", "sbhd"),
-    "backend": (None, "cuda", "nobody"),
-    "out_dtype": (None, torch.float32, torch.float16, torch.int32),
-}
-
-
-def changed_calls(args: AttentionArgs) -> Iterator[tuple[str, AttentionArgs]]:
-    for name, value in args._asdict().items():
-        if isinstance(value, Tensor):
-            for words, tensor in changed_tensors(value):
-                yield f"{name}: {words}", args._replace(**{name: tensor})
-            yield f"{name}: None", args._replace(**{name: None})
-        for other in CHANGED_OPTIONS.get(name, ()):
-            yield f"{name}: {other}", args._replace(**{name: other})
-
-
-def outcome_of(op: Any, *values: Any) -> tuple[str, ...]:
-    """The error in words, or what the results look like."""
-    try:
-        with torch.no_grad():
-            results = op(*values)
-    except Exception as error:
-        return type(error).__name__, str(error).partition("\nException raised from")[0]
-    return tuple(f"{tuple(one.shape)} {one.stride()} {one.dtype} {one.device}" for one in results or ())
-
-
-CHANGED_CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "options": {"mask": "qk", "bias": "bhqk", "alibi": "bh", "has_sinks": True, "dropout_p": 0.3},
-    "bshd": {"layout": "bshd", "heads": 4, "heads_kv": 2},
-    "varlen": {"kind": "varlen"},
-    "varlen with lengths": {"kind": "varlen", "has_max_lengths": True, "mask": "hqk"},
-    "used": {"kind": "used"},
-    "padded": {"kind": "padded"},
-    "paged": {"kind": "paged"},
-}
-
-
-@pytest.mark.parametrize("name", CHANGED_CASES)
-def test_a_plan_serves_no_call_that_python_refuses(name: str, served: list[str]) -> None:
-    fields = {"dtype": torch.bfloat16, "batch": 3, "heads": 2, "heads_kv": 2, "seqlen_q": 9, "seqlen_k": 33}
-    case = Case(**{**fields, "head_dim": 32, "head_dim_v": 32, **CHANGED_CASES[name]})
-    inputs = case.make(0)
-    args = inputs.args
-    if args.sinks is not None:
-        args = args._replace(sinks=args.sinks.float())
-    ops.forward(*args)
-    assert not falls_back(lambda: ops.forward(*args))
-    num_refused = num_served = 0
-    for words, changed in changed_calls(args):
-        before = num_fallbacks()
-        found = [outcome_of(ops.forward, *changed) for _ in range(2)]
-        num_served += num_fallbacks() < before + 2
-        with native.python_only():
-            expected = outcome_of(ops.forward, *changed)
-        assert found == [expected, expected], words
-        num_refused += expected[0].endswith("Error") or expected[0] == "Unsupported"
-    assert num_refused > 40
-    assert num_served > 40
-    if name == "paged":
-        return
-    out, lse = ops.empty_outputs(args)
-    saved = {"dout": torch.zeros_like(out), "dlse": torch.zeros_like(lse), "out": out, "lse": lse}
-    needs = (True, True, True, args.bias is not None, args.sinks is not None)
-    for which, tensor in saved.items():
-        for words, other in (("", tensor), *changed_tensors(tensor)):
-            given = saved | {which: other}
-            values = (given["dout"], given["dlse"], *args, given["out"], given["lse"], needs)
-            found = [outcome_of(ops.backward, *values) for _ in range(2)]
-            with native.python_only():
-                expected = outcome_of(ops.backward, *values)
-            assert found == [expected, expected], (which, words)
-
-
 def test_checking_reads_lengths_in_every_call(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     packed, cu = torch.randn(16, 4, 64, dtype=torch.bfloat16), torch.tensor([0, 7, 16], dtype=torch.int32)
     bad = torch.tensor([0, 9, 5], dtype=torch.int32)
@@ -1403,6 +1361,8 @@ def test_checking_reads_lengths_in_every_call(served: list[str], monkeypatch: py
         flashtile.attention_varlen(packed, packed, packed, lengths, lengths)
     assert len(served) == 1
     monkeypatch.setenv("FLASHTILE_CHECK", "1")
+    monkeypatch.setattr(executor, "execute", None)  # C++ runs what has been checked
+    flashtile.attention_varlen(packed, packed, packed, cu, cu)
     with pytest.raises(ValueError, match="never decrease"):
         flashtile.attention_varlen(packed, packed, packed, bad, bad)
     monkeypatch.setenv("FLASHTILE_CHECK", "0")

@@ -38,11 +38,11 @@ def known_speeds(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
         for op in speeds.OPS
         for option in (speeds.PLAIN, *speeds.OPTIONS)
     )
-    for cached in (speeds._row, speeds._archs):
+    for cached in (speeds._row, speeds.is_measured):
         cached.cache_clear()
     monkeypatch.setattr(speeds, "_table", lambda: rows)
     yield us
-    for cached in (speeds._row, speeds._archs):
+    for cached in (speeds._row, speeds.is_measured):
         cached.cache_clear()
 
 

@@ -36,8 +36,10 @@ def kind_of(problem: Problem, op: str) -> speeds.Kind:
     arch, shape = problem.arch or problem.device, problem.shape
     if arch == "cuda":
         arch = "sm_{}{}".format(*capability(problem.device_index))
-    head_dims, is_large = (shape.head_dim, shape.head_dim_v), bool(speeds.SIZE.of(shape, 0))
-    return speeds.kind(arch, op, dtype_name(problem.dtype), head_dims, features_of(problem), is_large)
+    told_op, told = problem.classes or ("", ())
+    size = told[families.SIZE_AT] if told_op == op else speeds.SIZE.of(shape, 0)
+    head_dims = shape.head_dim, shape.head_dim_v
+    return speeds.kind(arch, op, dtype_name(problem.dtype), head_dims, features_of(problem), bool(size))
 
 
 class GradNeeds(NamedTuple):

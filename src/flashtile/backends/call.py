@@ -30,6 +30,24 @@ def tensors_of(args: AttentionArgs) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in zip(args._fields, values, strict=False) if tensor is not None}
 
 
+_PER_HEAD = ("alibi_slopes", "sinks")
+_INDICES = ("rng_state", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table")
+
+
+def plain_args(args: AttentionArgs) -> AttentionArgs:
+    """The arguments with copies of small tensors that C++ does not read as they are; the same object where it reads all
+    of them."""
+    real = torch.float64 if args.q.dtype == torch.float64 else torch.float32
+    given = {name: getattr(args, name) for name in (*_PER_HEAD, *_INDICES)}
+    plain = {
+        name: (tensor.to(real) if name in _PER_HEAD else tensor).contiguous()
+        for name, tensor in given.items()
+        if tensor is not None
+    }
+    is_plain = all(plain[name] is given[name] for name in plain)
+    return args if is_plain else args._replace(**plain)
+
+
 def backward_tensors(
     args: AttentionArgs,
     dout: Tensor,

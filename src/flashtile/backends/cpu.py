@@ -38,18 +38,11 @@ class CpuBackend(Backend):
         return reason
 
     def plan_forward(self, args: AttentionArgs, problem: Problem) -> bool:
-        if native.waiting_on_host(native.FORWARD) is None:
-            return False
-        given = tensors_of(args)
-        plan = _plan(args, given, None)
-        return executor.is_in_place(plan, given) and native.register_plan(native.FORWARD, plan)
+        return native.register_plan(native.FORWARD, _plan(args, tensors_of(args), None))
 
     def plan_backward(self, args: AttentionArgs, problem: Problem, needs: GradNeeds, has_dlse: bool) -> bool:
-        if native.waiting_on_host(native.BACKWARD) is None:
-            return False
-        given = tensors_of(args)
-        plan = _plan(args, (*given, *("dlse",) * has_dlse), wanted_grads(args, needs))
-        return executor.is_in_place(plan, given) and native.register_plan(native.BACKWARD, plan)
+        plan = _plan(args, (*tensors_of(args), *("dlse",) * has_dlse), wanted_grads(args, needs))
+        return native.register_plan(native.BACKWARD, plan)
 
     def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
         args, spans = _with_spans(args)

@@ -30,9 +30,7 @@ from flashtile.plans.spec import DTYPES, GRADS, PlanKey
 from flashtile.problem import (
     AttentionArgs,
     Problem,
-    check_values,
     is_aligned16,
-    is_checking,
     is_deterministic,
     shape_of,
 )
@@ -82,15 +80,11 @@ class CudaBackend(Backend):
         return _plan(native.BACKWARD, args, problem, wanted_grads(args, needs), ("dlse",) * has_dlse)
 
     def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
-        if is_checking():
-            check_values(args)
         executor.execute(forward_launch(args, out, lse))
 
     def backward(
         self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads
     ) -> None:
-        if is_checking():
-            check_values(args)
         executor.execute(backward_launch(args, dout, dlse, out, lse, grads))
 
     def details(self, problem: Problem, op: str = "forward") -> dict[str, str]:
@@ -120,9 +114,9 @@ class CudaBackend(Backend):
     def prepare(self, problem: Problem) -> None:
         """Compiles for tensors whose rows are aligned, if their head dims allow that, and for calls that differ in one
         class of lengths."""
-        keys = [_op_key(problem, "forward")]
+        keys = [_plain_key(problem, None)]
         if problem.needs_grad and self.refuse(problem, "backward") is None:
-            keys.append(_op_key(problem, "backward"))
+            keys.append(_plain_key(problem, _all_grads(problem)))
         keys += [key for one in list(keys) for key in _other_lengths(one)]
         keys = [_with_copies(key, problem) for key in keys]
         kernels = {(step.unit, step.entry, key.arch.name) for key in keys for step in assemble.kernels(key)}
@@ -170,9 +164,7 @@ def append_step(args: AppendArgs, q: Tensor, is_ordered: bool) -> tuple[Tensor |
 def _plan_append(launch: Launch) -> bool:
     """Registers the plan of the append that waits for one."""
     index, num_multiprocessors = launch.device_index, launch.splits.num_multiprocessors
-    if native.waiting(native.APPEND, index, num_multiprocessors) is None:
-        return False
-    if not executor.is_in_place(launch.plan, launch.tensors):
+    if native.missing() is not None or not executor.is_in_place(launch.plan, launch.tensors):
         return False
     return native.register_plan(native.APPEND, launch.plan, num_multiprocessors, launch.arch, index)
 
@@ -184,18 +176,9 @@ def _plan(
     kind: int, args: AttentionArgs, problem: Problem, grads: tuple[str, ...] | None, others: tuple[str, ...]
 ) -> bool:
     """Registers the plan of the call that waits for one. others: the optional tensors of a backward pass."""
-    arch, num_multiprocessors = _gpu(problem)
-    waiting = native.waiting(kind, problem.device_index, num_multiprocessors)
-    if waiting is None or arch is None:
-        return False
-    key = _key_of(problem, grads)
-    if key.features.is_aligned16 and not waiting.is_aligned16:
-        key = _unaligned(key)
-    given = tensors_of(args)
-    plan = assemble.plan(_with_copies(key, problem), layout_of(args, (*given, *others)))
-    if not executor.is_in_place(plan, given):
-        return False
-    return native.register_plan(kind, plan, num_multiprocessors, arch.name, problem.device_index)
+    key, index = _key_of(problem, grads), problem.device_index
+    plan = assemble.plan(key, layout_of(args, (*tensors_of(args), *others)))
+    return native.register_plan(kind, plan, _num_multiprocessors(index), key.arch.name, index)
 
 
 def forward_launch(args: AttentionArgs, out: Tensor, lse: Tensor) -> Launch:
@@ -254,14 +237,9 @@ def _is_append_aligned(args: AppendArgs, tensors: dict[str, Tensor]) -> bool:
 # What is there
 
 
-def _gpu(problem: Problem) -> tuple[Arch | None, int]:
-    """Returns what a problem is to run on, and its multiprocessors: the device, or a GPU that need not be here."""
-    if not problem.arch:
-        return _arch(problem.device_index), _num_multiprocessors(problem.device_index)
-    arch, gpu = arch_named(problem.arch), gpu_named(problem.gpu)
-    if arch is None:
-        return None, 0
-    return arch, typical_multiprocessors(arch) if gpu is None else gpu.multiprocessors
+def introduce(device_index: int) -> None:
+    """Lets C++ describe calls on a GPU (native.described)."""
+    native.introduce(device_index, _num_multiprocessors(device_index))
 
 
 def _arch_of(args: AttentionArgs) -> Arch:
@@ -296,40 +274,43 @@ def _missing(device_index: int) -> str | None:
 
 def _key(args: AttentionArgs, tensors: dict[str, Tensor], grads: tuple[str, ...] | None = None) -> PlanKey:
     problem = Problem.summary(args, shape_of(args))
-    key = _key_of(problem, grads)
     others = (tensors[name] for name in ("out", "dout", "dq", "dk", "dv") if name in tensors)
-    if key.features.is_aligned16 and not all(map(is_aligned16, others)):
-        key = _unaligned(key)
-    return _with_copies(key, problem)
-
-
-def _unaligned(key: PlanKey) -> PlanKey:
-    return dataclasses.replace(key, features=dataclasses.replace(key.features, is_aligned16=False))
+    if problem.is_aligned16 and not all(map(is_aligned16, others)):
+        problem = replace(problem, is_aligned16=False)
+    return _key_of(problem, grads)
 
 
 def problem_key(problem: Problem, op: str) -> PlanKey:
     """The key of a pass as far as it is known before its results are allocated."""
-    return _with_copies(_op_key(problem, op), problem)
+    return _key_of(problem, _all_grads(problem) if op == "backward" else None)
 
 
-def _op_key(problem: Problem, op: str) -> PlanKey:
-    """Returns the key of an op for tensors as they are, without copies of rows."""
-    if op == "forward":
-        return _key_of(problem, None)
+def _all_grads(problem: Problem) -> tuple[str, ...]:
     is_wanted = {"dbias": problem.needs_bias_grad, "dsinks": problem.has_sinks}
-    return _key_of(problem, tuple(name for name in GRADS if is_wanted.get(name, True)))
+    return tuple(name for name in GRADS if is_wanted.get(name, True))
+
+
+def _key_of(problem: Problem, grads: tuple[str, ...] | None) -> PlanKey:
+    key = _plain_key(problem, grads)
+    return key if key.features.is_aligned16 else _with_copies(key, problem)
+
+
+def _plain_key(problem: Problem, grads: tuple[str, ...] | None) -> PlanKey:
+    """The key for tensors as they are, without copies of rows, on the device or on a GPU that need not be here."""
+    index, gpu = problem.device_index, gpu_named(problem.gpu) if problem.gpu else None
+    arch = arch_named(problem.arch) if problem.arch else _arch(index)
+    assert arch is not None  # else refused
+    if gpu is not None:
+        num_multiprocessors = gpu.multiprocessors
+    else:
+        num_multiprocessors = typical_multiprocessors(arch) if problem.arch else _num_multiprocessors(index)
+    return families.key_of(problem, grads, arch, num_multiprocessors)
 
 
 def _with_copies(key: PlanKey, problem: Problem) -> PlanKey:
     """Keys and values are not copied where they are a cache, of which a call reads a part."""
     is_cache = problem.page_size > 0 or problem.has_key_lengths
     return key if is_cache else families.with_copies(key)
-
-
-def _key_of(problem: Problem, grads: tuple[str, ...] | None) -> PlanKey:
-    arch, num_multiprocessors = _gpu(problem)
-    assert arch is not None  # else refused
-    return families.key_of(problem, grads, arch, num_multiprocessors)
 
 
 def _other_lengths(key: PlanKey) -> list[PlanKey]:

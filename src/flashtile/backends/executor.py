@@ -332,6 +332,10 @@ def function(unit: str, entry: str, arch: str) -> driver.Function:
     return found
 
 
+def is_loaded(step: Step, arch: str) -> bool:
+    return (step.unit, step.entry, arch) in _functions
+
+
 class _Ready(NamedTuple):
     """A call whose parameters are filled."""
 

@@ -15,16 +15,24 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from flashtile import families
 from flashtile.backends import executor
 from flashtile.errors import value_error
 from flashtile.families import assemble
 from flashtile.plans import plan as plans
-from flashtile.plans.length_class import LengthClass
 from flashtile.plans.plan import EnginePass, LaunchPlan, Memset, Step
-from flashtile.problem import CACHE_ARGUMENTS, SCHEMA_TYPES, dense_schema, is_checking, limits
+from flashtile.problem import (
+    CACHE_ARGUMENTS,
+    SCHEMA_TYPES,
+    AttentionArgs,
+    Facts,
+    Problem,
+    Shape,
+    dense_schema,
+    limits,
+)
 from flashtile.runtime import driver, extension, kept
 
 Function = TypeVar("Function", bound=Any)
@@ -40,6 +48,7 @@ _ARGUMENTS = (
 )
 
 
+@functools.cache
 def _module() -> Any:
     """The extension with the executor's functions; None where there is none, or one built from other sources."""
     module = extension.executor()
@@ -151,38 +160,29 @@ def missing_on_host() -> str | None:
     return _unavailable() or extension.open_executor("host")
 
 
-def _length_classes() -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    """(forward, backward) length classes, serialized for C++."""
-    return _serialized(families.length_classes("forward")), _serialized(families.length_classes("backward"))
+_gpus: dict[int, tuple[Any, ...]] = {}  # what C++ knows of each
 
 
-@functools.lru_cache(maxsize=64)
-def _serialized(classes: tuple[LengthClass, ...]) -> tuple[tuple[int, ...], ...]:
-    return tuple(one.serialized() for one in classes)
+def introduce(device_index: int, num_multiprocessors: int) -> None:
+    """Tells C++ what the choice of a plan looks at beside the call: without it C++ describes no call on the GPU."""
+    classes = families.length_classes("forward"), families.length_classes("backward")
+    known = num_multiprocessors, *classes
+    if missing() is None and _gpus.get(device_index) != known:
+        numbers = (tuple(one.serialized() for one in of_pass) for of_pass in classes)
+        _module().set_gpu(device_index, num_multiprocessors, *numbers)
+        _gpus[device_index] = known
 
 
-class Waiting(NamedTuple):
-    """The call of this thread that C++ has handed to Python, as its key in C++ describes it."""
-
-    is_aligned16: bool  # every row of q, k, v and of the results that a kernel reads or writes by rows
-
-
-def waiting(kind: int, device_index: int, num_multiprocessors: int) -> Waiting | None:
-    """The call that waits for a plan of this kind; None where there is none, or where C++ cannot run it."""
-    if is_checking() or missing() is not None:
+def described(kind: int, args: AttentionArgs) -> Problem | None:
+    """The problem of the call of this thread that C++ has handed to Python and that waits for a plan. C++ has checked
+    it and knows its sizes. None where there is none, or C++ cannot run it."""
+    module = _module()
+    found = None if module is None else module.waiting_call(kind)
+    if found is None:
         return None
-    _module().set_gpu(device_index, num_multiprocessors, *_length_classes())
-    return _waiting_call(kind)
-
-
-def waiting_on_host(kind: int) -> Waiting | None:
-    """The call of the CPU engine that waits for a plan of this kind, or None likewise."""
-    return None if is_checking() or missing_on_host() is not None else _waiting_call(kind)
-
-
-def _waiting_call(kind: int) -> Waiting | None:
-    found = _module().waiting_call(kind)
-    return None if found is None else Waiting(found)
+    shape, (*facts, classes) = found
+    op = "forward" if kind == FORWARD else "backward"
+    return Problem.summary(args, Shape(*shape), Facts._make((*facts, classes and (op, classes))))
 
 
 def register_plan(
@@ -191,6 +191,8 @@ def register_plan(
     """Registers the plan for the call that waits, and for all others of its key. False where C++ cannot run the call.
     Else it does when the Python kernel returns."""
     module = _module()
+    if module is None:
+        return False
     names = (module.APPEND_TENSORS, module.APPEND_SCALARS) if kind == APPEND else (module.TENSORS, module.SCALARS)
     numbers, symbols = serialize(plan, num_multiprocessors, *names)
     drafted = module.draft_plan(kind, array("q", numbers).tobytes(), plan.image, "\n".join(symbols))
@@ -202,7 +204,9 @@ def register_plan(
     if places:
         # A kernel that the call does not launch may not be compiled: it is left out until one does
         with executor.on_device(device_index):
-            found = tuple(_loaded(place, kernels[place], arch, device_index) for place in places)
+            # With those that other calls have compiled: the plan may replace one that has them
+            places = {*places, *(place for place, step in enumerate(kernels) if executor.is_loaded(step, arch))}
+            found = tuple(_loaded(place, kernels[place], arch, device_index) for place in sorted(places))
             if kept_bytes:
                 # The default stream is that of the current device
                 region = kept.zeros(device_index, executor.current_stream(device_index), kept_bytes)
@@ -214,8 +218,7 @@ def register_plan(
 def _loaded(place: int, step: Step, arch: str, device_index: int) -> tuple[int, int, str]:
     """(place, address, name) of a kernel on the current device."""
     kernel = executor.function(step.unit, step.entry, arch)
-    kernel.set_shared_bytes(device_index, step.shared_bytes)
-    return place, kernel.address(device_index), kernel.symbol
+    return place, kernel.set_shared_bytes(device_index, step.shared_bytes), kernel.symbol
 
 
 def clear_plans() -> None:

@@ -99,7 +99,8 @@ def _slow_paths(problem: Problem, op: str, backend: Backend, us: float, refusals
     """Returns warnings for the chosen backend: one far behind the fastest known way, or, without measurements of such
     calls, one that serves because preferred ones refuse."""
     kind = kind_of(problem, op)
-    best = speeds.best_known(kind, families.absent(kind.arch))
+    absent = frozenset[str]() if speeds.is_measured(kind.arch) else families.absent(kind.arch)
+    best = speeds.best_known(kind, absent)
     if best is None or us == math.inf:
         return [f"{reason}; {backend.name!r} serves instead" for reason in refusals]
     provider, best_us = best

@@ -30,7 +30,6 @@ from flashtile.problem import (
     Problem,
     check_values,
     head_axis,
-    is_checking,
     key_window,
     row_axis,
     shape_of,
@@ -77,7 +76,7 @@ class TritonBackend(Backend):
         return _missing(self.is_interpreted, problem.device_index)
 
     def forward(self, args: AttentionArgs, out: Tensor, lse: Tensor) -> None:
-        if self.is_interpreted or is_checking():
+        if self.is_interpreted:
             check_values(args)
         with _device_of(args):
             _launch(*_forward_call(args, out, lse))
@@ -85,7 +84,7 @@ class TritonBackend(Backend):
     def backward(
         self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Grads
     ) -> None:
-        if self.is_interpreted or is_checking():
+        if self.is_interpreted:
             check_values(args)
         with _device_of(args):
             for call in _backward_calls(args, dout, dlse, out, lse, grads):

@@ -16,6 +16,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from operator import itemgetter
 
 import torch
 
@@ -49,11 +50,14 @@ from flashtile.problem import Problem
 __all__ = ["Family", "Launch", "Row", "Tile", "all_families", "forced_rows", "register"]
 
 _SWITCH = "FLASHTILE_FAMILY"
+SIZE_AT = 0  # the place of speeds.SIZE among the length classes
 # Where rows that are not aligned may be copied to where they are: with fewer keys to a row a copy takes longer than it
 # saves (docs/limits.md)
 COPIES = {"forward": LongLengths(1024, 1024), "backward": LongLengths(256, 256)}
 _COPY_COST = 1.25  # the time with copies over that without: a quarter more at those lengths
 _families: list[Family] = []
+_of_op: dict[str, tuple[Family, ...]] = {}
+_classes: dict[str, tuple[LengthClass, ...]] = {}  # by op: length_classes
 
 
 def register(family: Family) -> None:
@@ -63,15 +67,25 @@ def register(family: Family) -> None:
     if missing := [kernel for kernel, tiles in family.tiles.items() if not tiles]:
         raise value_error("family", f"{family.name!r} without a tile of {missing[0]}", "one with tiles of each kernel")
     _families.append(family)
+    _sort()
 
 
 def unregister(family: Family) -> None:
     _families.remove(family)
+    _sort()
 
 
-def all_families(op: str | None = None) -> list[Family]:
+def _sort() -> None:
+    for op in speeds.OPS:
+        _of_op[op] = tuple(family for family in _families if family.op == op)
+        of_families = (one for family in _of_op[op] for one in family.length_classes)
+        # The first one is at SIZE_AT
+        _classes[op] = tuple(dict.fromkeys((speeds.SIZE, COPIES[op], *of_families)))
+
+
+def all_families(op: str | None = None) -> tuple[Family, ...]:
     """Returns the families of an op, or all."""
-    return [family for family in _families if op in (None, family.op)]
+    return tuple(_families) if op is None else _of_op[op]
 
 
 def find(name: str) -> Family:
@@ -146,17 +160,18 @@ def _named(key: PlanKey) -> list[str]:
 
 def fastest(key: PlanKey) -> Family | None:
     """The family that takes the call, or None."""
-    return _fastest(key, forced_names(), tuple(all_families(key.op)))
+    return _fastest(key, forced_names(), _of_op[key.op])
 
 
 @functools.lru_cache(maxsize=4096)
 def _fastest(key: PlanKey, forced: tuple[str, ...], known: tuple[Family, ...]) -> Family | None:
     """Asks from the fastest on, and slower ones only while none takes the call without a drawback."""
     named = [family for family in known if family.name in forced] or known
-    asked = [family for family in named if key.dtype in family.dtypes]
-    asked.sort(key=lambda family: _large_us(family, key))  # of equals the first registered comes first
+    kind = kind_of(key)._replace(is_large=True)
+    asked = [(_us_of(family, key, kind), family) for family in named if key.dtype in family.dtypes]
+    asked.sort(key=itemgetter(0))  # of equals the first registered comes first
     slower = None
-    for family in asked:
+    for _, family in asked:
         if family.refuse(key) is None:
             if family.drawback(key) is None:
                 return family
@@ -184,12 +199,11 @@ def time_us(key: PlanKey) -> float | None:
 
 def provider_us(provider: str, kind: speeds.Kind) -> float | None:
     """The time of a family, a backend or a torch kernel for calls of a kind; None where it is not known."""
-    return speeds.time_us(provider, kind, (family.name for family in all_families(kind.op) if family.is_by_mma_sync))
+    return speeds.time_us(provider, kind, (family.name for family in _of_op[kind.op] if family.is_by_mma_sync))
 
 
-def _large_us(family: Family, key: PlanKey) -> float:
-    """Returns the family's time of such a call if it were large."""
-    us = provider_us(family.timed_as(key), kind_of(key)._replace(is_large=True))
+def _us_of(family: Family, key: PlanKey, kind: speeds.Kind) -> float:
+    us = provider_us(family.timed_as(key), kind)
     return math.inf if us is None else us
 
 
@@ -213,10 +227,11 @@ def with_copies(key: PlanKey) -> PlanKey:
         features=dataclasses.replace(key.features, is_aligned16=True),
         copies_rows=True,
     )
-    family, other = fastest(key), fastest(aligned)
-    if other is None or (family is not None and _large_us(family, key) <= _COPY_COST * _large_us(other, aligned)):
+    family, other, kind = fastest(key), fastest(aligned), kind_of(key)._replace(is_large=True)
+    if other is None:
         return key
-    return aligned
+    other_us = _us_of(other, aligned, kind_of(aligned)._replace(is_large=True))
+    return key if family is not None and _us_of(family, key, kind) <= _COPY_COST * other_us else aligned
 
 
 # The key of a plan
@@ -226,8 +241,10 @@ def key_of(problem: Problem, grads: tuple[str, ...] | None, arch: Arch, num_mult
     """The key of a pass; grads: those of a backward pass that are wanted."""
     is_float32 = problem.dtype == torch.float32
     precision = torch.get_float32_matmul_precision() if is_float32 else "highest"
-    classes = length_classes("forward" if grads is None else "backward")
-    return _key_of(problem, grads, arch, num_multiprocessors, classes, precision)
+    op = "forward" if grads is None else "backward"
+    told_op, told = problem.classes or ("", ())
+    values = told if told_op == op else tuple(one.of(problem.shape, num_multiprocessors) for one in _classes[op])
+    return _key_of(problem, grads, arch, tuple(zip(_classes[op], values, strict=True)), precision)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -235,8 +252,7 @@ def _key_of(
     problem: Problem,
     grads: tuple[str, ...] | None,
     arch: Arch,
-    num_multiprocessors: int,
-    classes: tuple[LengthClass, ...],
+    classes: tuple[tuple[LengthClass, int], ...],
     matmul_precision: str,
 ) -> PlanKey:
     shape = problem.shape
@@ -251,7 +267,7 @@ def _key_of(
         problem.scale > 0.0,
         problem.rows_disjoint,
         problem.heads_disjoint,
-        tuple((one, one.of(shape, num_multiprocessors)) for one in classes),
+        classes,
         problem.deterministic,
         matmul_precision,
         dtype_name(problem.k_dtype) if problem.k_dtype != problem.dtype else None,
@@ -274,13 +290,7 @@ def absent(arch: str) -> frozenset[str]:
 
 def length_classes(op: str) -> tuple[LengthClass, ...]:
     """Every class that the choice looks at: of a family, or of all."""
-    return _length_classes(op, tuple(_families))
-
-
-@functools.lru_cache(maxsize=64)
-def _length_classes(op: str, known: tuple[Family, ...]) -> tuple[LengthClass, ...]:
-    of_families = (one for family in known if family.op == op for one in family.length_classes)
-    return tuple(dict.fromkeys((speeds.SIZE, COPIES[op], *of_families)))
+    return _classes[op]
 
 
 # Planted faults

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -82,8 +83,9 @@ def _table() -> tuple[_Row, ...]:
 
 
 @functools.cache
-def _archs() -> frozenset[str]:
-    return frozenset(row.arch for row in _table())
+def is_measured(arch: str) -> bool:
+    """True if the table has times of calls on the architecture, or on a CPU."""
+    return any(row.arch == arch for row in _table())
 
 
 @functools.cache
@@ -91,7 +93,7 @@ def _row(kind: Kind, option: str) -> _Row | None:
     """Returns the row of one option: that of the smallest measured head dim that holds the call's, else of the largest.
     Kernels take float16 and bfloat16 in the same time."""
     dtype = "bfloat16" if kind.dtype == "float16" else kind.dtype
-    arch = kind.arch if kind.arch in _archs() else MEASURED_ARCH
+    arch = kind.arch if is_measured(kind.arch) else MEASURED_ARCH
     same = [
         row
         for row in _table()
@@ -102,12 +104,6 @@ def _row(kind: Kind, option: str) -> _Row | None:
         return None
     holding = [row for row in same if row.head_dim >= kind.head_dim]
     return min(holding, key=lambda row: row.head_dim) if holding else max(same, key=lambda row: row.head_dim)
-
-
-def _rows(kind: Kind, option: str) -> dict[str, float]:
-    """Times by provider."""
-    row = _row(kind, option)
-    return {} if row is None else row.us
 
 
 def time_us(provider: str, kind: Kind, by_mma_sync: Iterable[str]) -> float | None:
@@ -127,7 +123,7 @@ def time_us(provider: str, kind: Kind, by_mma_sync: Iterable[str]) -> float | No
 
 def _has_mma_sync_alone(kind: Kind) -> bool:
     """A 16-bit call on a GPU that was not measured and has neither wgmma nor tcgen05."""
-    if kind.arch == "cpu" or kind.arch in _archs() or kind.dtype not in ("float16", "bfloat16"):
+    if kind.arch == "cpu" or is_measured(kind.arch) or kind.dtype not in ("float16", "bfloat16"):
         return False
     return has_mma_sync_alone(kind.arch)
 
@@ -135,7 +131,10 @@ def _has_mma_sync_alone(kind: Kind) -> bool:
 def _measured_us(provider: str, kind: Kind) -> float | None:
     options = kind.options or (PLAIN,)
     known = [us for option in options if (us := _option_us(provider, kind, option)) is not None]
-    return max(known) if known else _rows(kind, PLAIN).get(provider)
+    if known:
+        return max(known)
+    plain = _row(kind, PLAIN)
+    return None if plain is None else plain.us.get(provider)
 
 
 def _option_us(provider: str, kind: Kind, option: str) -> float | None:
@@ -153,18 +152,11 @@ def _option_us(provider: str, kind: Kind, option: str) -> float | None:
 def best_known(kind: Kind, absent: frozenset[str] = frozenset()) -> tuple[str, float] | None:
     """(provider, its time): the fastest of all that were measured for this kind of call, torch's kernels among them.
     absent: what the GPU does not have, where the times are those of another."""
-    providers = {name for option in kind.options or (PLAIN,) for name in _rows(kind, option)} - absent
+    rows = [_row(kind, option) for option in kind.options or (PLAIN,)]
+    times = [{} if row is None else row.us for row in rows]
+    # One that was not measured with every option may not take it
+    providers = frozenset(times[0]).intersection(*times[1:]) - absent
     if _has_mma_sync_alone(kind):
         providers -= BY_WGMMA
-    found = []
-    for name in providers:
-        known = [us for us in _times(name, kind) if us is not None]
-        # One that was not measured with every option may not take it
-        if len(known) == len(kind.options or (PLAIN,)):
-            found.append((name, max(known)))
-    return min(found, key=lambda pair: (pair[1], pair[0])) if found else None
-
-
-def _times(provider: str, kind: Kind) -> list[float | None]:
-    """Returns the times of each option of the call."""
-    return [_rows(kind, option).get(provider) for option in kind.options or (PLAIN,)]
+    us, name = min(((max(us[name] for us in times), name) for name in providers), default=(math.inf, ""))
+    return (name, us) if name else None

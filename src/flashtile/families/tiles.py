@@ -26,7 +26,9 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
+from typing import ClassVar
 
 from flashtile.errors import value_error
 from flashtile.plans.arch import ARCHS, Arch
@@ -102,9 +104,7 @@ class Tile:
     last: tuple[Condition, ...] = field(default=(), compare=False)
     where: str = field(default="", compare=False)  # file and line, for errors
 
-    @property
-    def dims(self) -> Dims:
-        return self.head_dim, self.head_dim_v
+    dims: ClassVar = property(attrgetter("head_dim", "head_dim_v"))
 
     def is_refused(self, words: frozenset[str]) -> bool:
         """True if a call of which these words hold does not take the tile."""
@@ -148,29 +148,13 @@ class Row:
     call_knobs: Knobs = ()
     options: Features = _PLAIN
 
-    @property
-    def kernel(self) -> str:
-        return self.tile.kernel
-
-    @property
-    def head_dim(self) -> int:
-        return self.tile.head_dim
-
-    @property
-    def head_dim_v(self) -> int:
-        return self.tile.head_dim_v
-
-    @property
-    def owned(self) -> int:
-        return self.tile.owned
-
-    @property
-    def streamed(self) -> int:
-        return self.tile.streamed
-
-    @property
-    def num_threads(self) -> int:
-        return self.tile.num_threads
+    # As the tile says
+    kernel: ClassVar = property(attrgetter("tile.kernel"))
+    head_dim: ClassVar = property(attrgetter("tile.head_dim"))
+    head_dim_v: ClassVar = property(attrgetter("tile.head_dim_v"))
+    owned: ClassVar = property(attrgetter("tile.owned"))
+    streamed: ClassVar = property(attrgetter("tile.streamed"))
+    num_threads: ClassVar = property(attrgetter("tile.num_threads"))
 
     @functools.cached_property
     def knobs(self) -> Mapping[str, int]:
@@ -209,7 +193,7 @@ class Row:
     @property
     def label(self) -> str:
         """Tells the row from others of its kernel and head dims."""
-        knobs = (f"{name}={_text(value)}" for name, value in self.knobs.items())
+        knobs = (f"{name}={str(value).lower()}" for name, value in self.knobs.items())
         return ", ".join([f"{self.owned} x {self.streamed}, {self.num_threads // 32} warps", *knobs])
 
     @property
@@ -259,11 +243,7 @@ class Row:
 
 
 def _cpp(knobs: Knobs) -> str:
-    return ", ".join(_text(value) for _, value in knobs)
-
-
-def _text(value: int) -> str:
-    return str(value).lower()
+    return ", ".join(str(value).lower() for _, value in knobs)
 
 
 # The table

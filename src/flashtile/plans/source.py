@@ -37,12 +37,8 @@ def unit(
     entry = qualified(f"flashtile::{kernel}_kernel<{arguments}>")
     text = plain_unit(header, entry, struct)
     for message, (expression, value) in facts.items():
-        text += f'static_assert({qualified(expression)} == {_cpp(value)}, "{message}");\n'
+        text += f'static_assert({qualified(expression)} == {str(value).lower()}, "{message}");\n'
     return text, entry
-
-
-def _cpp(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def qualified(text: str) -> str:

@@ -109,7 +109,10 @@ class PlanKey:
 
     def length(self, which: LengthClass) -> int:
         """The value of a length class; that of a long call where the key does not say."""
-        return next((value for known, value in self.classes if known == which), which.values[0])
+        for known, value in self.classes:
+            if known == which:
+                return value
+        return which.values[0]
 
 
 class CallLayout(NamedTuple):

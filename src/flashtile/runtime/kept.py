@@ -44,7 +44,8 @@ def zeros(device_index: int, stream: int, num_bytes: int) -> KeptZeros:
         if found is None or found.num_bytes < num_bytes:
             # Launches that are queued may still use a smaller region: it stays
             num_bytes = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
-            found = _regions[owner] = KeptZeros(owner, driver.allocate_zeros(num_bytes), num_bytes)
+            address = driver.allocate_zeros(num_bytes, is_captured=owner.capture != 0)
+            found = _regions[owner] = KeptZeros(owner, address, num_bytes)
     return found
 
 

@@ -42,26 +42,6 @@ i64 bound(const Call& call, i64 most, i64 max_seqlen, i32 axis) {
   return length;
 }
 
-// As problem.py: shape_of
-Shape shape_of(const Options& options, const Call& call, Axes axes) {
-  const View *tensors = call.tensors, &q = tensors[kQ], &k = tensors[kK];
-  bool is_paged = tensors[kBlockTable].is_given();
-  i64 total_q = q.size(axes.row), total_k = k.size(axes.row) * (is_paged ? tensors[kBlockTable].size(-1) : 1);
-  Shape shape{q.size(-4), q.size(axes.head), k.size(axes.head), total_q, total_k, total_q, total_k, 0};
-  i64 share_k = total_k;
-  if (tensors[kCuSeqlensQ].is_given()) {
-    shape.batch = tensors[kCuSeqlensQ].size(-1) - 1;
-    shape.seqlen_q = bound(call, total_q, options.max_seqlen_q, -2);
-    shape.expected_k = shape.seqlen_k = bound(call, total_k, options.max_seqlen_k, -1);
-    i64 batch = std::max<i64>(shape.batch, 1);
-    shape.expected_q = std::min(divide_up(total_q, batch), shape.seqlen_q);
-    share_k = is_paged ? shape.seqlen_k : std::min(divide_up(total_k, batch), shape.seqlen_k);
-    if (options.max_seqlen_k < 0) shape.expected_k = share_k;
-  }
-  shape.least_share = std::min(shape.expected_q, share_k);
-  return shape;
-}
-
 bool check_scalars(const Options& options) {
   if (options.window_left < -1 || options.window_right < -1 || options.num_splits < 0) return false;
   // Larger ones are for float64 alone: Python takes or refuses them
@@ -244,12 +224,32 @@ bool Gpu::operator==(const Gpu& other) const {
          std::equal(classes[0], classes[0] + 2 * kMaxLengthClasses, other.classes[0]);
 }
 
+Shape shape_of(const Options& options, const Call& call) {
+  Axes axes = axes_of(options.is_bshd);
+  const View *tensors = call.tensors, &q = tensors[kQ], &k = tensors[kK];
+  bool is_paged = tensors[kBlockTable].is_given();
+  i64 total_q = q.size(axes.row), total_k = k.size(axes.row) * (is_paged ? tensors[kBlockTable].size(-1) : 1);
+  Shape shape{q.size(-4), q.size(axes.head), k.size(axes.head), total_q, total_k, total_q, total_k, 0};
+  i64 share_k = total_k;
+  if (tensors[kCuSeqlensQ].is_given()) {
+    shape.batch = tensors[kCuSeqlensQ].size(-1) - 1;
+    shape.seqlen_q = bound(call, total_q, options.max_seqlen_q, -2);
+    shape.expected_k = shape.seqlen_k = bound(call, total_k, options.max_seqlen_k, -1);
+    i64 batch = std::max<i64>(shape.batch, 1);
+    shape.expected_q = std::min(divide_up(total_q, batch), shape.seqlen_q);
+    share_k = is_paged ? shape.seqlen_k : std::min(divide_up(total_k, batch), shape.seqlen_k);
+    if (options.max_seqlen_k < 0) shape.expected_k = share_k;
+  }
+  shape.least_share = std::min(shape.expected_q, share_k), shape.share_k = share_k;
+  return shape;
+}
+
 bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& call, Key& key) {
   const View *tensors = call.tensors, &q = tensors[kQ];
   call.device = q.device;
   Axes axes = axes_of(options.is_bshd);
   if (!check_scalars(options) || !is_on_one_device(call, kMaxTensors)) return false;
-  Shape shape = shape_of(options, call, axes);
+  Shape shape = shape_of(options, call);
   if (!check_sizes(call, shape, axes) || !check_score_tensors(options, call, shape)) return false;
   if (gpu.num_threads == 0 && num_tiles(shape, tensors[kCuSeqlensQ].is_given()) > kMaxTiles) return false;
   bool is_backward = pass == Pass::kBackward;
@@ -276,8 +276,8 @@ bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& 
     is_aligned = is_aligned && (!tensors[index].is_given() || tensors[index].is_aligned16());
   }
   for (Tensor index : {kQ, kK, kV}) is_disjoint = is_disjoint && rows_disjoint(tensors[index], options.is_bshd);
-  note(is_aligned);  // the first one: Key::has_aligned_rows
-  note(is_disjoint);
+  note(is_aligned);   // the first one: Key::has_aligned_rows
+  note(is_disjoint);  // the second one: Key::has_disjoint_rows
   note(options.is_bshd);
   note(options.causal != Causal::kNone);
   note(options.causal == Causal::kTopLeft);
@@ -303,6 +303,34 @@ bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& 
   return true;
 }
 
+bool has_right_tensors(const Options& options, const Call& call) {
+  const View *tensors = call.tensors, &q = tensors[kQ], &cu_q = tensors[kCuSeqlensQ], &cu_k = tensors[kCuSeqlensK];
+  auto is_given = [&](Tensor index) { return tensors[index].is_given(); };
+  // Of rank `least` to `most`
+  auto is_right = [&](Tensor index, bool is_dtype, i32 least, i32 most) {
+    return !is_given(index) || (is_dtype && tensors[index].dim >= least && tensors[index].dim <= most);
+  };
+  auto is_like_q = [&](Dtype dtype) { return dtype == q.dtype || dtype == Dtype::kFloat32; };
+  if (q.dtype < Dtype::kFloat64 || q.dtype > Dtype::kBfloat16) return false;
+  i32 rank_q = cu_q.is_given() ? 3 : 4, rank_k = is_given(kBlockTable) ? 4 : rank_q;
+  for (auto [index, rank] : {std::pair{kQ, rank_q}, {kK, rank_k}, {kV, rank_k}}) {
+    if (!is_right(index, tensors[index].dtype == q.dtype, rank, rank)) return false;
+  }
+  for (Tensor index : {kCuSeqlensQ, kCuSeqlensK, kSequsedK, kLeftpadK}) {
+    if (!is_right(index, tensors[index].dtype == Dtype::kInt32, 1, 1)) return false;
+  }
+  if (!is_right(kBlockTable, tensors[kBlockTable].dtype == Dtype::kInt32, 2, 2)) return false;
+  if (!is_right(kRngState, tensors[kRngState].dtype == Dtype::kInt64, 1, 1)) return false;
+  if (!is_right(kMask, tensors[kMask].dtype == Dtype::kBool, 4, 4)) return false;
+  if (!is_right(kBias, is_like_q(tensors[kBias].dtype), 4, 4)) return false;
+  if (!is_right(kAlibiSlopes, is_like_q(tensors[kAlibiSlopes].dtype), 1, 2)) return false;
+  if (!is_right(kSinks, is_like_q(tensors[kSinks].dtype), 1, 1)) return false;
+  bool has_key_bounds = cu_k.is_given() || (is_given(kBlockTable) && is_given(kSequsedK));
+  if (cu_q.is_given() ? !has_key_bounds : cu_k.is_given()) return false;
+  if (options.dropout_p > 0.0 && !is_given(kRngState)) return false;
+  return options.out_dtype == Dtype::kNone || is_like_q(options.out_dtype);
+}
+
 bool is_v_in_k(const View& k, const View& v) {
   if (k.data != v.data || k.dtype != v.dtype || v.size(-1) > k.size(-1)) return false;
   for (i32 axis : {-4, -3, -2}) {
@@ -325,7 +353,7 @@ bool read_spans(const Options& options, const Call& call, std::vector<Span>& spa
     if (index->is_given() && index->dtype != Dtype::kInt32) return false;
   }
   Axes axes = axes_of(options.is_bshd);
-  Shape shape = shape_of(options, call, axes);
+  Shape shape = shape_of(options, call);
   i64 room = shape.seqlen_k, page_size = k.size(axes.row), num_pages = k.size(-4);
   for (i64 b = 0; b < shape.batch; ++b) {
     i64 end = used.is_given() ? used.i32_at(b) : room, start = leftpad.is_given() ? leftpad.i32_at(b) : 0;
@@ -337,6 +365,11 @@ bool read_spans(const Options& options, const Call& call, std::vector<Span>& spa
     spans.push_back({0, static_cast<i32>(shape.seqlen_q), static_cast<i32>(start), static_cast<i32>(end - start)});
   }
   return true;
+}
+
+bool are_fitting_queries(const View& q, const View& k) {
+  return q.dim == kMaxDim && q.dtype == k.dtype && q.device == k.device && q.size(-4) == k.size(-4) &&
+         q.size(-1) == k.size(-1);
 }
 
 bool prepare_append(const Options& options, Call& call, Key& key) {
@@ -366,8 +399,7 @@ bool prepare_append(const Options& options, Call& call, Key& key) {
   if (table.is_given() && (table.size(-2) != k.size(-4) || table.numel() == 0)) return false;
   if (cos.is_given() != sin.is_given()) return false;
   if (cos.is_given() && (2 * cos.size(-1) > k.size(-1) || !has_sizes_of(cos, sin) || cos.numel() == 0)) return false;
-  if (q.is_given() && (q.dim != kMaxDim || q.dtype != k.dtype || q.size(-4) != k.size(-4) || q.size(-1) != k.size(-1)))
-    return false;
+  if (q.is_given() && !are_fitting_queries(q, k)) return false;
   call.scalars[kIsInterleaved] = options.is_interleaved, call.scalars[kIsOrdered] = options.is_ordered;
   call.scalars[kLength] = static_cast<double>(has_one_length ? options.length : 0);
   bool is_aligned = !cos.is_given() || cos.size(-1) * size_of(k.dtype) % 16 == 0;

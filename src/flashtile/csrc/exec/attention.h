@@ -130,6 +130,8 @@ struct Key {
 
   // Of q, k, v and of the results that a kernel reads or writes by rows.
   bool has_aligned_rows() const { return (flags & 1) != 0; }
+  // Of q, k and v each.
+  bool has_disjoint_rows() const { return (flags & 2) != 0; }
 };
 static_assert(sizeof(Key) == 64, "Key: no padding");
 
@@ -138,6 +140,11 @@ inline bool operator==(const Key& a, const Key& b) { return std::memcmp(&a, &b, 
 // Checks a call of the two passes, fills its numbers and lays out the tensors it returns. False: Python has to handle
 // it.
 bool prepare_attention(Pass pass, const Options& options, const Gpu& gpu, Call& call, Key& key);
+// Whether its tensors have the dtypes and ranks, and are there, as problem.py: validate asks. The key holds all that:
+// nobody has to ask for a call that has a plan.
+bool has_right_tensors(const Options& options, const Call& call);
+// The sizes of a call, as problem.py: shape_of
+Shape shape_of(const Options& options, const Call& call);
 // As problem.py: is_v_in_k
 bool is_v_in_k(const View& k, const View& v);
 // No two rows of a head overlap in memory.
@@ -147,6 +154,8 @@ bool rows_disjoint(const View& tensor, bool is_bshd);
 bool read_spans(const Options& options, const Call& call, std::vector<Span>& spans);
 // The same for an append. The tensors that a step writes have been laid out.
 bool prepare_append(const Options& options, Call& call, Key& key);
+// As backends/kvcache.py: validate_queries
+bool are_fitting_queries(const View& q, const View& k);
 // Lays out what a step of these queries, new rows and angles writes beside the caches.
 void lay_out_step(const Options& options, const View& q, Call& call);
 

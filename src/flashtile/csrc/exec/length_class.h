@@ -14,6 +14,7 @@ struct Shape {
   i64 batch, heads, heads_kv, seqlen_q, seqlen_k;
   i64 expected_q, expected_k;  // lengths by which kernels are chosen (problem.py: Shape)
   i64 least_share;             // likewise
+  i64 share_k = 0;             // rows of k for each sequence
 };
 
 enum class LengthClassKind : i64 {

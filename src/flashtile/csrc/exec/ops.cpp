@@ -53,12 +53,6 @@ const char* variable(const char* name) {
   return value != nullptr && value[0] != '\0' ? value : nullptr;
 }
 
-// Python reads and checks index tensors in every call.
-bool is_checking() {
-  const char* value = variable("FLASHTILE_CHECK");
-  return value != nullptr && std::strcmp(value, "0") != 0;
-}
-
 bool is_text(const char* text, const char* other) { return std::strcmp(text, other) == 0; }
 
 // The switches of torch that only Python can read. Throws what Python raises.
@@ -223,7 +217,7 @@ bool run(Request& request, Results& results, const Before& before = {}) {
   bool is_returned[kMaxTensors] = {};
   for (i32 index = first; index < first + count; ++index) {
     is_returned[index] = index != call.unwanted && call.tensors[index].is_given();
-    if (is_returned[index] && !results.tensors[index].allocate(call.tensors[index])) return false;
+    if (is_returned[index] && !results.tensors[index].allocate(call.tensors[index])) return call.note_no_memory();
   }
   const Driver& driver = executor().driver;
   Failure failure;
@@ -253,7 +247,7 @@ void fall_back(const char* op, const char* overload, Request* request, StableIVa
   Gil::require_python();
   ++executor().num_fallbacks;
   Raised error;
-  Request* outer_request = std::exchange(fallen_back(), is_checking() ? nullptr : request);
+  Request* outer_request = std::exchange(fallen_back(), request);
   Raised* outer_error = std::exchange(raised(), &error);
   AOTITorchError status = torch_call_dispatcher(op, overload, stack, TORCH_ABI_VERSION);
   fallen_back() = outer_request, raised() = outer_error;
@@ -270,8 +264,9 @@ void fall_back(const char* op, const char* overload, Request* request, StableIVa
 template <typename Held, typename Read, typename Copy>
 bool serve(const char* op, const char* overload, Held& owner, StableIValue* stack, uint64_t num_outputs,
            Request& request, Results& results, Read read, Copy copy) {
-  bool is_read = is_usable() && read(request), is_waiting = is_read && !is_checking();
-  if (is_waiting && run(request, results)) return true;
+  bool is_waiting = is_usable() && read(request), is_checked = is_checking();
+  if (is_waiting && !is_checked && run(request, results)) return true;
+  is_waiting = is_waiting && !request.call.lacks_memory;  // else Python tries, and raises torch's error
   if (is_waiting) {
     // Read anew: `run` may have put copies into the place of tensors
     request = Request{request.pass, {}, {}, {}}, results = Results();
@@ -288,8 +283,8 @@ bool serve(const char* op, const char* overload, Held& owner, StableIValue* stac
     }
     for (uint64_t index = 0; index < num_outputs; ++index) release<AtenTensorHandle>(arguments[index]);
     if (run(request, results)) return true;
-    results = Results();  // frees what `run` has allocated: Python allocates it anew
   }
+  results = Results();  // frees what `run` has allocated: Python allocates it anew
   owner.pass_on();
   fall_back(op, overload, nullptr, stack, num_outputs);
   return false;
@@ -607,7 +602,7 @@ void append_kv(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs) {
     }
     if constexpr (kIsStep) {
       View q;
-      if (!view_of(borrow<AtenTensorHandle>(stack[kQAt]), q) || q.dim != kMaxDim) return false;
+      if (!view_of(borrow<AtenTensorHandle>(stack[kQAt]), q) || !are_fitting_queries(q, tensors[kNewK])) return false;
       request.options.is_ordered = borrow<bool>(stack[kOrderedAt]);
       lay_out_step(request.options, q, request.call);
       for (i32 index : {kRotatedQ, kStepSeqused}) {
@@ -648,6 +643,11 @@ std::string keep(PyObject* error) {
 bool is_usable() {
   const Executor& found = executor();
   return (found.is_open || found.is_host_open) && !found.is_python_only;
+}
+
+bool is_checking() {
+  const char* value = variable("FLASHTILE_CHECK");
+  return value != nullptr && std::strcmp(value, "0") != 0;
 }
 
 bool is_deterministic() {

@@ -17,6 +17,8 @@ std::string keep(PyObject* error);
 
 // C++ may handle calls; otherwise Python handles all of them.
 bool is_usable();
+// FLASHTILE_CHECK: Python reads and checks index tensors in every call, before C++ runs it.
+bool is_checking();
 // torch's switch, which only Python can read. The executor is usable.
 bool is_deterministic();
 // Hands a call to an op with a Python kernel, which takes the arguments and leaves its tensors on the stack. Throws

@@ -291,7 +291,7 @@ bool Plan::stage(Call& call, Filled& filled) const {
                                                      : operand.layout == Layout::kPairs && !has_pairs(view);
     if (!is_odd) continue;
     Staged& staged = filled.staged.emplace_back(Staged{operand.tensor, operand.is_written, view, Owned()});
-    if (!staged.memory.allocate_aligned(view, operand.is_written)) return false;
+    if (!staged.memory.allocate_aligned(view, operand.is_written)) return call.note_no_memory();
   }
   return true;
 }
@@ -343,7 +343,7 @@ bool Plan::allocate(Call& call, Owned* owned, const Driver& driver, Filled& fill
     bool is_aligned = operand.layout == Layout::kAligned;
     if (is_aligned) view = call.tensors[operand.like];
     if (!is_aligned) lay_out_like(call.tensors[operand.like], view);
-    if (!(is_aligned ? memory.allocate_aligned(view, true) : memory.allocate(view))) return false;
+    if (!(is_aligned ? memory.allocate_aligned(view, true) : memory.allocate(view))) return call.note_no_memory();
   }
   i64 end = 0;
   auto place_bytes = [&](i64 bytes) {
@@ -369,7 +369,7 @@ bool Plan::allocate(Call& call, Owned* owned, const Driver& driver, Filled& fill
   }
   if (end == 0) return true;
   auto* base = static_cast<u8*>(filled.scratch.allocate(end, call.device));
-  if (base == nullptr) return false;
+  if (base == nullptr) return call.note_no_memory();
   if (unwanted != nullptr) unwanted->data = base;
   for (size_t place = 0; place < workspaces_.size(); ++place) {
     if (offsets[place] >= 0) filled.workspaces[place] = base + offsets[place];

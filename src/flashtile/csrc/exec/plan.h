@@ -27,6 +27,9 @@ struct Call {
   Device device;
   void* stream = nullptr;
   const Span* spans = nullptr;  // (batch), for the CPU engine; null: every sequence has all rows and keys
+  bool lacks_memory = false;    // torch has given none: no other plan will help
+
+  bool note_no_memory() { return lacks_memory = true, false; }
 };
 
 enum class RuleKind : u8 {

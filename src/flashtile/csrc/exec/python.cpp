@@ -58,13 +58,40 @@ Request* waiting_request(int pass) {
   return executor().prepare(*request) == Executor::State::kReady ? request : nullptr;
 }
 
-// (pass): whether all rows of the call that waits for a plan are aligned. None where there is no such call.
+PyObject* number_or_none(bool is_there, i64 number) {
+  return is_there ? PyLong_FromLongLong(number) : Py_NewRef(Py_None);
+}
+
+// The length classes of a call by a GPU's kernels, or None.
+PyObject* classes_of(const Request& request) {
+  if (request.is_on_host) return Py_NewRef(Py_None);
+  const Gpu& gpu = *executor().gpus[request.call.device.index];
+  i32 count = gpu.num_classes[request.pass == Pass::kBackward];
+  PyObject* classes = PyTuple_New(count);
+  for (i32 index = 0; classes != nullptr && index < count; ++index)
+    PyTuple_SetItem(classes, index, PyLong_FromLong(request.key.classes[index]));
+  return classes;
+}
+
+// (pass): the call of a forward or backward pass that waits for a plan, which is valid: (the fields of problem.py:
+// Shape, those of problem.py: Facts). None where there is no such call, or Python has to check it.
 PyObject* waiting_call(PyObject*, PyObject* args) {
   int pass = 0;
   if (!PyArg_ParseTuple(args, "i", &pass)) return nullptr;
   Request* request = waiting_request(pass);
-  if (request == nullptr) Py_RETURN_NONE;
-  return Py_NewRef(request->key.has_aligned_rows() ? Py_True : Py_False);
+  if (request == nullptr || is_checking() || !has_right_tensors(request->options, request->call)) Py_RETURN_NONE;
+  const Options& options = request->options;
+  const Key& key = request->key;
+  const View *tensors = request->call.tensors, &q = tensors[kQ], &k = tensors[kK], &v = tensors[kV];
+  Shape shape = shape_of(options, request->call);
+  bool is_packed = tensors[kCuSeqlensQ].is_given(), has_shares = is_packed && !tensors[kBlockTable].is_given();
+  auto truth = [](bool flag) { return flag ? Py_True : Py_False; };
+  return Py_BuildValue("((LLLLLLLNNN)(dOOOOON))", shape.batch, shape.heads, shape.heads_kv, shape.seqlen_q,
+                       shape.seqlen_k, q.size(-1), v.size(-1), number_or_none(is_packed, shape.expected_q),
+                       number_or_none(has_shares && options.max_seqlen_k < 0, shape.share_k),
+                       number_or_none(has_shares, shape.share_k), request->call.scalars[kScale],
+                       truth(options.is_deterministic), truth(key.has_aligned_rows()), truth(key.has_disjoint_rows()),
+                       truth(q.stride(options.is_bshd ? -2 : -3) != 0), truth(is_v_in_k(k, v)), classes_of(*request));
 }
 
 // (pass, numbers of a plan, image, names): a plan for the call that waits for one. (The places of the kernels that it

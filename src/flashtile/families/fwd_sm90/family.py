@@ -121,7 +121,7 @@ class FwdSm90(Family):
         if packed_heads > 1:
             splits = SplitRule(row.queries(packed_heads), 2 * row.streamed, "head_tiles", blocks=1)
         has_mask, block_n = key.features.has_bool_mask, row.streamed
-        steps = (mask_bits(block_n),) * has_mask + (self.step(row, key, layout), combine(key, layout))
+        steps = ((mask_bits(block_n),) if has_mask else ()) + (self.step(row, key, layout), combine(key, layout))
         workspaces = (mask_workspaces(block_n) if has_mask else ()) + partial_results(key)
         maps = _maps(row, key.features, layout, packed_heads)
         return Launch(steps, workspaces, splits, maps, in_pairs=("bias",), struct=FwdSm90Params)
