@@ -109,8 +109,8 @@ extern "C" void key_tiles_of(int grid, int heads_kv, int batch, int is_banded, i
   p.dq_order = is_ordered ? reinterpret_cast<i32*>(tiles) : nullptr;
   for (int index = 0; index < grid; ++index) {
     blockIdx.x = index;
-    auto tile = is_banded ? KeyTile::find<64, 128, Mask<true, false>, SeqInfo<true>>(p)
-                          : KeyTile::find<64, 128, Mask<false, false>, SeqInfo<true>>(p);
+    auto tile = is_banded ? KeyTile::find_in_order<64, 128, Mask<true, false>, SeqInfo<true>>(p)
+                          : KeyTile::find_in_order<64, 128, Mask<false, false>, SeqInfo<true>>(p);
     tiles[3 * index] = tile.has_keys() ? tile.j_begin / 128 : 1 << 20;
     tiles[3 * index + 1] = tile.kv_head, tiles[3 * index + 2] = tile.s.batch_idx;
   }
@@ -122,7 +122,7 @@ int first_to_wait(const Params& p) {
   std::vector<int> counts(p.lse_size);
   for (int index = 0; index < (ceil_div(p.total_k, 3) + p.batch) * p.heads_kv; ++index) {
     blockIdx.x = index;
-    KeyTile tile = KeyTile::find<2, 3, Mask, SeqInfo<true>>(p);
+    KeyTile tile = KeyTile::find_in_order<2, 3, Mask, SeqInfo<true>>(p);
     bool waits = false;
     if (tile.has_keys()) {
       tile.for_each_query_tile<2>([&](i32 head, i32 i, u32) {

@@ -48,7 +48,13 @@ struct KeyTile {
     tile.m_end = queries.begin < queries.end ? ceil_div(queries.end, kBlockM) : tile.m_begin;
     tile.num_heads = p.heads / p.heads_kv;
     tile.first_head = tile.kv_head * tile.num_heads;
-    // A block that waits for a tile without a block would wait for ever
+    return tile;
+  }
+  // The same where sums may have an order. Sequences of which some tile has no block are left out: a block that waits
+  // for its turn would wait for ever.
+  template <i32 kBlockM, i32 kBlockN, class Mask, class SeqInfo>
+  FT_DEVICE static KeyTile find_in_order(const Params& p) {
+    KeyTile tile = find<kBlockM, kBlockN, Mask, SeqInfo>(p);
     if (p.dq_order != nullptr && has_packed_keys<SeqInfo>(p)) {
       if (!packed_key_tiles(p, kBlockN).has_all_counted(tile.s.batch_idx)) tile.s.seqlen_k = 0;
     }

@@ -588,7 +588,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1) bwd_sm90_kernel(const 
 
   if (threadIdx.x == 0) {
     Kernel::init(shared);
-    shared.tile = KeyTile::find<Config::kBlockM, Config::kBlockN, Mask, SeqInfo>(params.base);
+    shared.tile = KeyTile::find_in_order<Config::kBlockM, Config::kBlockN, Mask, SeqInfo>(params.base);
     if constexpr (mutates(Mutation::bwd_sm90_group)) shared.tile.num_heads = 1;
   }
   __syncthreads();

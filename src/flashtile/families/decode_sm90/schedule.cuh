@@ -68,12 +68,12 @@ struct DecodeSchedule {
     found.n_begin = keys.begin / kBlockN;
     if (p.num_splits > 1) found.num_units = max_of(1, ceil_div(keys.end, kBlockN) - found.n_begin);
     if (found.s.seqlen_q > num_queries) found.num_m_blocks = ceil_div(found.s.seqlen_q, num_queries);
-    i32 num_row_tiles = found.s.seqlen_q > 0 ? found.num_m_blocks * Packing::num_rows(p) : 0;
+    if (found.s.seqlen_q <= 0) return found;
     if constexpr (SeqInfo::kHasLengths) {
-      i64 total = static_cast<i64>(found.num_units) * num_row_tiles;
+      i64 total = static_cast<i64>(found.num_units) * found.num_m_blocks * Packing::num_rows(p);
       found.total = total < kMaxUnits ? static_cast<i32>(total) : kMaxUnits;
     } else {
-      found.total = found.num_units * num_row_tiles;
+      found.total = found.num_units * found.num_m_blocks * Packing::num_rows(p);
     }
     return found;
   }
