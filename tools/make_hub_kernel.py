@@ -44,8 +44,7 @@ LEFT_OUT = (
 NAMESPACE = "_OPS_NAME"
 # What names the operators' namespace, in these files alone: elsewhere "flashtile::" is C++
 FILES_WITH_OPERATORS = (
-    "distributed/ring.py",
-    "distributed/ulysses.py",
+    "distributed/transport.py",
     "flops.py",
     "integrations/torch_flash.py",
     "ops.py",
