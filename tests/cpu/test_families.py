@@ -25,6 +25,7 @@ from flashtile.cli import compile as compile_command
 from flashtile.cli import kernel_jobs
 from flashtile.errors import Unsupported
 from flashtile.families import assemble, speeds, tiles
+from flashtile.families.bwd_sm90.family import BwdSm90
 from flashtile.lab.check import mutants
 from flashtile.plans import mutation
 from flashtile.plans.arch import ARCHS, arch_here, arch_named, arch_of
@@ -186,6 +187,22 @@ def test_a_new_head_dim_is_one_line_and_a_forgotten_kernel_is_an_error(tmp_path:
     error = r"got head dims \d+, \d+ in float16 for bwd_sm90 alone; accepted: a tile of bwd_sm90_dbias for them, too"
     with pytest.raises(ValueError, match=error):
         tiles.tiles_of(other, family.kernel_types, frozenset())
+
+
+def test_a_call_that_no_tile_takes_is_an_error_that_names_the_lines(tmp_path: Path) -> None:
+    # Three stages and a bias do not fit at head dims over 64
+    family, kernel = BwdSm90(), "bwd_sm90"
+    lines = tiles.TABLE.read_text().splitlines()
+    kept = [
+        line for line in lines if not (line.startswith(f"{kernel},") and ",96,96," in line and ",stages=2 " in line)
+    ]
+    family.table = tmp_path / "tiles.csv"
+    family.table.write_text("\n".join(kept) + "\n")
+    call = change(head_dim=96, head_dim_v=96, grads=("dq", "dk", "dv"))
+    assert family.select(kernel, call)["stages"] == 3
+    error = r"tiles.csv, bwd_sm90: got no tile for head dims 96, 96 in bfloat16 .*\(tiles.csv, line \d+: \d+ KiB of"
+    with pytest.raises(ValueError, match=error):
+        family.select(kernel, change(call, bias_dtype="bfloat16"))
 
 
 def test_a_line_of_an_unknown_kernel_is_an_error() -> None:

@@ -1,8 +1,8 @@
 // A function of the score: what a new option of the scores is. Score (score.cuh) applies it behind all other options,
 // in every kernel.
 //
-// It is a struct in attn/ that derives from ScoreFunction<kIsNatural, kHasDerivative> (config.cuh), is the last
-// parameter of ScoreMod and gives, all static:
+// It is a struct in attn/, in a header that score.cuh includes. It derives from ScoreFunction<kIsNatural,
+// kHasDerivative> (config.cuh), is the last parameter of ScoreMod and gives, all static:
 //
 // struct Row                   what it keeps of a query; row(p, s, head, i) finds it in the sequence s
 // score(p, row, x, i, j)       the new score, from x, the score so far; both natural or both base 2, as kIsNatural says
