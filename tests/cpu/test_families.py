@@ -25,6 +25,7 @@ from flashtile.cli import compile as compile_command
 from flashtile.cli import kernel_jobs
 from flashtile.errors import Unsupported
 from flashtile.families import assemble, speeds, tiles
+from flashtile.families.bwd_sm90.family import BwdSm90
 from flashtile.lab.check import mutants
 from flashtile.plans import mutation
 from flashtile.plans.arch import ARCHS, arch_here, arch_named, arch_of
@@ -173,18 +174,35 @@ def test_a_new_head_dim_is_one_line_and_a_forgotten_kernel_is_an_error(tmp_path:
     family = families.find("bwd_sm90")
     text = tiles.TABLE.read_text()
     (line,) = (line for line in text.splitlines() if line.startswith("bwd_sm90,") and ",64,64,128,64," in line)
+    new = family.head_dims[-1][0] + 16
     table = tmp_path / "tiles.csv"
-    table.write_text(f"{text}{line.replace(',64,64,128,64,', ',32,32,128,64,')}\n")
+    table.write_text(f"{text}{line.replace(',64,64,128,64,', f',{new},{new},128,64,')}\n")
     found = tiles.tiles_of(table, family.kernel_types, frozenset())
     # The tiles of the bias gradient are for every pair
-    assert {tile.dims for tile in found["bwd_sm90_dbias"]} == {(32, 32), *family.head_dims}
+    assert {tile.dims for tile in found["bwd_sm90_dbias"]} == {*family.head_dims, (new, new)}
     other = tmp_path / "others.csv"
     dbias = "bwd_sm90_dbias,float16 bfloat16,"
     assert f"{dbias}*,*," in text
     other.write_text(text.replace(f"{dbias}*,*,", f"{dbias}64,64,"))
-    error = "got head dims 96, 96 in float16 for bwd_sm90 alone; accepted: a tile of bwd_sm90_dbias for them, too"
+    error = r"got head dims \d+, \d+ in float16 for bwd_sm90 alone; accepted: a tile of bwd_sm90_dbias for them, too"
     with pytest.raises(ValueError, match=error):
         tiles.tiles_of(other, family.kernel_types, frozenset())
+
+
+def test_a_call_that_no_tile_takes_is_an_error_that_names_the_lines(tmp_path: Path) -> None:
+    # Three stages and a bias do not fit at head dims over 64
+    family, kernel = BwdSm90(), "bwd_sm90"
+    lines = tiles.TABLE.read_text().splitlines()
+    kept = [
+        line for line in lines if not (line.startswith(f"{kernel},") and ",96,96," in line and ",stages=2 " in line)
+    ]
+    family.table = tmp_path / "tiles.csv"
+    family.table.write_text("\n".join(kept) + "\n")
+    call = change(head_dim=96, head_dim_v=96, grads=("dq", "dk", "dv"))
+    assert family.select(kernel, call)["stages"] == 3
+    error = r"tiles.csv, bwd_sm90: got no tile for head dims 96, 96 in bfloat16 .*\(tiles.csv, line \d+: \d+ KiB of"
+    with pytest.raises(ValueError, match=error):
+        family.select(kernel, change(call, bias_dtype="bfloat16"))
 
 
 def test_a_line_of_an_unknown_kernel_is_an_error() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import subprocess
@@ -16,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
 import flashtile
-from flashtile import ops
+from flashtile import api, ops
 from flashtile.problem import CACHE_ARGUMENTS, DENSE_FIELDS, NUM_TENSORS, AttentionArgs, dense_schema, limits, schema
 from flashtile.runtime import extension
 from flashtile.testing import Case
@@ -65,6 +66,21 @@ def test_schema_and_arguments_agree() -> None:
         "lse",
         "needs",
     ]
+
+
+@pytest.mark.parametrize("name", sorted(set(api._OPTIONS["attention"]) - {"scale", "causal", "layout", "backend"}))
+def test_an_option_that_the_dense_overloads_lack_does_not_reach_them(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new option has a line in the condition at the head of `attention`: without it the short way would ignore it."""
+    reached = []
+    monkeypatch.setattr(api, "dense", lambda *_: reached.append(True))
+    q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
+    flashtile.attention(q, k, v)
+    assert reached.pop()
+    with contextlib.suppress(Exception):  # the value of no option
+        flashtile.attention(q, k, v, **{name: object()})
+    assert not reached
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])

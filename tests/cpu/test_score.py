@@ -32,7 +32,7 @@ ON_HOST = {
     "rcp.approx.ftz.f32": "1.0f / x",
     "tanh.approx.f32": "tanhf(x)",
 }
-# score = w x + x^3 / 64, with w = 1 + head / 4 + i / 32 + j / 64
+# score = w x + x^3 / 64, with w = 1 + head / 4 + (i + offset) / 32 + j / 64
 PROBE = """
 namespace flashtile {
 template <bool kIsNatural>
@@ -40,7 +40,9 @@ struct Probe : ScoreFunction<kIsNatural, true> {
   struct Row {
     float weight;
   };
-  FT_DEVICE static Row row(const Params&, i32, i32 head, i32 i) { return {1.0f + head / 4.0f + i / 32.0f}; }
+  FT_DEVICE static Row row(const Params&, const Sequence& s, i32 head, i32 i) {
+    return {1.0f + head / 4.0f + (i + s.offset) / 32.0f};
+  }
   FT_DEVICE static float score(const Params&, const Row& row, float x, i32, i32 j) {
     return (row.weight + j / 64.0f) * x + x * x * x / 64.0f;
   }
@@ -150,7 +152,7 @@ class Element:
             return x
         unit = 1.0 if function == "Probe<true>" else math.log2(math.e)
         x *= unit
-        weight = 1.0 + self.head / 4 + self.i / 32 + self.j / 64
+        weight = 1.0 + self.head / 4 + (self.i + OFFSET) / 32 + self.j / 64
         return (weight * x + x**3 / 64) / unit
 
 
@@ -226,7 +228,7 @@ MARKED = """
 namespace flashtile {
 struct Marked : ScoreFunction<false, true> {
   struct Row {};
-  FT_DEVICE static Row row(const Params&, i32, i32, i32) { return {}; }
+  FT_DEVICE static Row row(const Params&, const Sequence&, i32, i32) { return {}; }
   FT_DEVICE static float score(const Params&, const Row&, float x, i32, i32) { return x + 4242.5f; }
   FT_DEVICE static float derivative(const Params&, const Row&, float, i32, i32) { return 77.25f; }
 };

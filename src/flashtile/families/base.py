@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar
 
+from flashtile.errors import value_error
 from flashtile.families.tiles import TABLE, Dims, Kernel, Knobs, Row, Tile, tiles_of, words_of
 from flashtile.plans.arch import Arch
 from flashtile.plans.length_class import LengthClass
@@ -174,8 +175,17 @@ class Family(ABC):
         forced = _forced_rows.get(kernel, 0)
         if isinstance(forced, Row):
             return forced
-        *_, row = itertools.islice(self._fitting(kernel, key), forced + 1)
-        return row
+        found = list(itertools.islice(self._fitting(kernel, key), forced + 1))
+        if not found:
+            raise self._no_tile(kernel, key)
+        return found[-1]
+
+    def _no_tile(self, kernel: str, key: PlanKey) -> Exception:
+        """Returns the error for a call that the family does not refuse and its table has no tile for."""
+        unfit = "; ".join(f"{row.tile.where}: {row.unfit(key.arch)}" for row in self.candidates(kernel, key))
+        where, dims = f"{self.table.name}, {kernel}", f"{key.head_dim}, {key.head_dim_v}"
+        came = f"no tile for head dims {dims} in {key.dtype} with {key.features} ({unfit or 'every line refuses it'})"
+        return value_error(where, came, f"a line for every call that {self.name} does not refuse")
 
     @abstractmethod
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:

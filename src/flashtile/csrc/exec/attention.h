@@ -35,7 +35,7 @@ constexpr const char* kTensorNames[] = {
 #define FT_TENSOR(index, name) name,
 #include "arguments.inc"
     "out", "lse", "dout", "dlse", "dq", "dk", "dv", "dbias", "dsinks"};
-static_assert(kDsinks + 1 == kMaxTensors);
+static_assert(kDsinks + 1 == kMaxTensors, "a new tensor: raise kMaxTensors (plan.h)");
 // The tensors of an append. The last three belong to a step, which also rotates its queries and writes the new lengths.
 enum AppendTensor : i32 {
   kKCache,
@@ -77,7 +77,7 @@ constexpr const char* kScalarNames[] = {
     "window_left",       "window_right", "scale",       "scale_log2",      "softcap",    "softcap_factor",
     "dropout_threshold", "keep_factor",  "first_query", "first_key_group", "first_head", "total_heads",
     "max_seqlen_q",      "max_seqlen_k", "num_splits",  "num_shares"};
-static_assert(kKeyShares < kMaxScalars);
+static_assert(kKeyShares < kMaxScalars, "a new scalar: raise kMaxScalars (plan.h)");
 enum AppendScalar : i32 { kIsInterleaved, kIsOrdered, kLength };
 constexpr const char* kAppendScalarNames[] = {"is_interleaved", "is_ordered", "length"};
 

@@ -1,10 +1,10 @@
 // A function of the score: what a new option of the scores is. Score (score.cuh) applies it behind all other options,
 // in every kernel.
 //
-// It is a struct in attn/ that derives from ScoreFunction<kIsNatural, kHasDerivative> (config.cuh), is the last
-// parameter of ScoreMod and gives, all static:
+// It is a struct in attn/, in a header that score.cuh includes. It derives from ScoreFunction<kIsNatural,
+// kHasDerivative> (config.cuh), is the last parameter of ScoreMod and gives, all static:
 //
-// struct Row                   what it keeps of a query; row(p, batch_idx, head, i) finds it
+// struct Row                   what it keeps of a query; row(p, s, head, i) finds it in the sequence s
 // score(p, row, x, i, j)       the new score, from x, the score so far; both natural or both base 2, as kIsNatural says
 // derivative(p, row, x, i, j)  that of score() with respect to x, if kHasDerivative
 //
@@ -32,7 +32,7 @@ struct FunctionInPlace {
 
   FT_DEVICE FunctionInPlace(const Params& p, const Sequence& s) : p(p), s(s) {}
   // i and j may be outside the sequence.
-  FT_DEVICE Row row(i32 head, i32 i) const { return Function::row(p, s.batch_idx, head, query(i)); }
+  FT_DEVICE Row row(i32 head, i32 i) const { return Function::row(p, s, head, query(i)); }
   FT_DEVICE float score(const Row& row, float x, i32 i, i32 j) const {
     return Function::score(p, row, x * kThere, query(i), key(j)) * kBack;
   }
