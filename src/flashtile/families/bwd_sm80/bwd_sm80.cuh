@@ -1,10 +1,9 @@
 // Attention backward by mma.sync, float16 from Turing on and bfloat16 from Ampere on: dQ, dK and dV in one pass over
 // the scores. Reads neither pages nor unaligned rows. FlashAttention-2, section 3.1.2.
 //
-// Contract:  bwd_sm80/family.py launches it between the two kernels of steps/bwd_sm90_steps.cuh. The first computes delta
-//            and score_lse and clears dq_accum; the last makes dQ of dq_accum. The atomic sums of dQ have no fixed order,
-//            so deterministic calls are refused. _shared_bytes (family.py) repeats BwdSm80Storage; the generated unit
-//            asserts that both agree.
+// Contract:  family.py launches it between the two kernels of steps/bwd_sm90_steps.cuh: the first computes delta and
+//            score_lse and clears dq_accum, the last makes dQ of dq_accum. The atomic sums of dQ have no fixed order,
+//            so deterministic calls are refused.
 // Block:     kBlockN keys of one KV head; streams the queries that see them, of every head that shares the KV head. A
 //            warp owns kMTiles tiles of 16 keys, 64 keys apart (config.cuh): their dK and dV stay in registers and need
 //            no atomics. With kColumnWarps = 2, two warps share the same keys: each computes half of the queries of S

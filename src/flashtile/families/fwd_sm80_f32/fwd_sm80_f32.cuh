@@ -2,12 +2,11 @@
 // (device/tile/tf32_gemm.cuh).
 //
 // Contract:  inherits FwdSm80 (fwd_sm80.cuh) and overrides step, mainloop and epilogue. Mask, dropout, softmax state,
-//            rows and storage are those of fwd_sm80: a change there changes this kernel. fwd_sm80_f32/family.py launches
-//            it; families/__init__.py chooses it by its time.
+//            rows and storage are those of fwd_sm80: a change there changes this kernel.
 // Grid, Block, Mainloop: as fwd_sm80.cuh. Heads are not packed, and keys not paged.
 // Shared:    sQ [kBlockM][kHeadDim], sK [stage][kBlockN][kHeadDim], sV [stage][kBlockN][kHeadDimV], floats, swizzled.
-// Sums:      tensor cores truncate when they add. So the small partial products of S have accumulators of their own, and
-//            so has P V of each key tile, which is then added to O in float32.
+// Sums:      tensor cores truncate when they add. So the small partial products of S have their own accumulators, and
+//            P V of each key tile has its own, which are then added to O in float32.
 // Epilogue:  a lane holds 8 neighbouring columns of every 32, and stores them at once.
 #pragma once
 
