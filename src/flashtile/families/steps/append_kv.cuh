@@ -1,8 +1,8 @@
 // Appends new rows of k and v to each sequence of a cache, and rotates k by the angles of its position (rotary
 // embedding) if asked. A step of a cache also wants its queries rotated and the lengths that the read after it sees.
 //
-// Contract:  gives the bits of the PyTorch version, backends/kvcache.py, which says what ties them. append_kv.py repeats
-//            AppendParams; the generated unit asserts that both agree.
+// Contract: gives the bits of the PyTorch version, backends/kvcache.py, which says what ties them. The generated unit
+//          asserts that append_kv.py repeats AppendParams.
 // Grid:    one block of 4 warps per (new row, batch). Threads run over heads and dims, kVec elements each. A row that
 //          does not fit into the cache, or whose page does not exist, is dropped: bad lengths never write out of
 //          bounds. The blocks of a sequence share its queries.
