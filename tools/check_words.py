@@ -1,7 +1,9 @@
-"""Enforces that a docstring is a sentence with a subject: exits 1 and names every one that begins as a fragment.
+"""Enforces that a docstring is a sentence with a subject: exits 1 and names every one that begins as a fragment, or
+whose first paragraph has no full stop.
 
 A docstring is read alone, in a hover or in `help()`. "Of one key and value" leaves open what is meant; "Returns the
-bytes of one key and value" does not.
+bytes of one key and value" does not. A name or a shape alone, such as "aten::mm" or "(rows, columns)", is no sentence
+and needs no stop.
 
 python tools/check_words.py [file or folder ...]
 """
@@ -17,17 +19,25 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("src/flashtile", "tools", "examples")
 FRAGMENT = re.compile(
-    r"(?:Also|And|As|Because|Behind|But|By|For|From|How|In|Its|Likewise|Not|Of|On|Or|Over|Per|Than|That|The one"
+    r"(?:Also|And|As|Because|Behind|But|By|Faster|For|From|How|In|Its|Likewise|Not|Of|On|Or|Over|Per|Than|That|The one"
     r"|The same|Their|Those|To|Until|What|When|Where|Whether|Which|Whose|Why|With|Without)\b"
 )
+IS_SENTENCE = re.compile(r"[A-Z`]")
+HAS_STOP = re.compile(r"[.!?:][\"'`)]*\Z")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
+def is_fragment(text: str) -> bool:
+    """True if a docstring begins as a fragment, or is a sentence whose first paragraph has no stop."""
+    paragraph = text.split("\n\n")[0].rstrip()
+    return bool(FRAGMENT.match(text) or (IS_SENTENCE.match(text) and not HAS_STOP.search(paragraph)))
+
+
 def fragments(path: Path) -> list[tuple[int, str]]:
-    """Returns the line and first words of every docstring of the file that begins as a fragment."""
+    """Returns the line and first words of every docstring of the file that is a fragment."""
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
-        if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)) and FRAGMENT.match(text):
+        if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)) and is_fragment(text):
             found.append((node.body[0].lineno, " ".join(text.split()[:6])))
     return sorted(found)
 

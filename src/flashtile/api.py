@@ -333,11 +333,11 @@ def attention_kvcache(
     row_names = {} if cache_batch_idx is None else _KVCACHE_ROW_NAMES
     names = {**_KVCACHE_NAMES, **row_names}
     if append is not None:
-        given, is_ordered = (*args, *append), kvcache.is_ordered(args)
+        given, is_ordered = (*args, *append), kvcache.queries_have_own_positions(args)
         if not is_compiling() and all(has_memory(value) for value in given if isinstance(value, Tensor)):
             # Whatever is wrong with the call shows before anything is written
             call_as(names, _check_ahead, args, append)
-            args, append = kvcache.read_first(args, append)
+            args, append = kvcache.without_aliases(args, append)
             rotated, seqused = call_as(row_names, ops.append_step, *append, args.q, is_ordered)
         else:
             call_as(row_names, ops.append_kv, *append)
@@ -475,7 +475,9 @@ def _check_ahead(args: AttentionArgs, append: AppendArgs) -> None:
     if args.q.device.type == "cpu" or is_checking():
         check_values(args)
         rows = args.q.shape[row_axis(append.layout)]
-        num_positions = rows if kvcache.is_ordered(args) else min(rows, 1)  # all queries have the first one
+        num_positions = (
+            rows if kvcache.queries_have_own_positions(args) else min(rows, 1)
+        )  # all queries have the first one
         kvcache.check_positions(append.cache_seqlens, num_positions, append.rotary_cos)
 
 

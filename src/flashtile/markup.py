@@ -44,12 +44,19 @@ def style(scope: str) -> str:
     )
 
 
-def table(header: Sequence[str], lines: Iterable[Sequence[object]], caption: str = "", is_numeric: bool = True) -> str:
-    """A table whose first column names the line. Cells are escaped, except those that are `Raw`."""
+def table(
+    header: Sequence[str],
+    lines: Iterable[Sequence[object]],
+    caption: str = "",
+    is_numeric: bool = True,
+    cell_class: str = "number",
+) -> str:
+    """Returns a table whose first column names the line. Cells are escaped, except those that are `Raw`. `cell_class`:
+    the class of the cells of a numeric table."""
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
     body = []
     for first, *rest in lines:
-        kind = ' class="number"' if is_numeric else ""
+        kind = f' class="{cell_class}"' if is_numeric else ""
         cells = "".join(f"<td{kind}>{cell if isinstance(cell, Raw) else escape(cell)}</td>" for cell in rest)
         body.append(f'<tr><th scope="row">{first if isinstance(first, Raw) else escape(first)}</th>{cells}</tr>')
     title = f"<caption>{escape(caption)}</caption>" if caption else ""

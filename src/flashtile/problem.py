@@ -2,8 +2,13 @@
 
 `AttentionArgs` is the one list of the arguments of `flashtile::forward`: the schemas of the ops and
 csrc/exec/arguments.inc are generated from it. `validate` checks whatever can be told from sizes, strides and dtypes
-alone; it runs inside the op and inside its fake, so it takes symbolic sizes. `check_values`
-checks what stands inside the index tensors. `Problem` is the frozen summary that decides which backend runs.
+alone; it runs inside the op and inside its fake, so it takes symbolic sizes. `check_values` checks what stands inside
+the index tensors. `Problem` is the frozen summary that decides which backend runs.
+
+csrc/exec/attention.cpp makes the same checks for calls of a known plan, less those of what the plan's key holds, and
+leaves a call that fails one to Python, which words the refusal. It also gives the sizes and facts of a `Problem`
+(native.described). A new check, or a field, is a change of both. tests/cpu/test_native.py compares them:
+test_sizes_are_checked_where_a_plan_is_known, test_cpp_describes_a_call_as_python_does.
 """
 
 from __future__ import annotations

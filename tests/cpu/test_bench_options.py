@@ -13,6 +13,7 @@ from bench_fakes import ENV, SETTINGS, provider
 from typer.testing import CliRunner
 
 from flashtile.cli.main import app
+from flashtile.errors import Unsupported
 from flashtile.lab.bench import compare, plots, points, providers, tables
 from flashtile.lab.bench.options import MASKS_AND_BIASES
 from flashtile.lab.bench.options import OPTIONS as ALL_OPTIONS
@@ -163,6 +164,29 @@ def test_flex_has_the_same_meaning(name: str, no_compilation):
     row = measure(CALLS[name], "flex")["flex"]
     assert row.status == "ok", row.reason
     assert row.detail == "dynamic False"  # torch cannot compile captured values for the CPU otherwise
+
+
+@pytest.mark.parametrize("name", ["eager", "flex", "sdpa", "flashtile"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_causal_calls_with_more_keys_than_queries_are_of_one_meaning(name: str, no_compilation):
+    """As in random calls of decoding and in `profile Sq=8 Sk=40 causal`: the last query sees the last key."""
+    options = ("", "ALiBi causal") if name in ("flex", "flashtile") else ("",)
+    for option in options:
+        point = dataclasses.replace(SMALL, seqlen_q=8, is_causal=True, option=option)
+        row = measure(point, name)[name]
+        assert row.status == "ok", (option, row.reason)
+    if name == "flex":
+        row = measure(dataclasses.replace(LONG, seqlen_q=40), name)[name]
+        assert row.status == "ok", row.reason
+        assert row.detail == "dynamic False"
+
+
+def test_flex_changes_scores_in_one_way_only():
+    """Of several changes it would drop all but one, and be another problem than that of its peers."""
+    slopes = torch.ones(4)
+    assert providers._score_mod(0.0, None, None, 0) is None
+    with pytest.raises(Unsupported, match="one change of the scores at a time"):
+        providers._score_mod(30.0, None, slopes, 0)
 
 
 def test_a_sample_of_rows_has_its_rows_of_the_option(monkeypatch: pytest.MonkeyPatch):

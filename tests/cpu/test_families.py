@@ -42,6 +42,21 @@ LAYOUT = CallLayout("bhsd", ())
 PLAIN = PlanKey("bfloat16", "bfloat16", 128, 128, Features(), HOPPER)
 
 
+def test_a_family_that_borrows_times_is_registered_before_their_owner() -> None:
+    """Of equal times the first registered is taken: behind the owner a borrower would never be."""
+    places = {family.name: place for place, family in enumerate(families.all_families())}
+    borrowers = set()
+    for family in families.all_families():
+        for dtype, dims in itertools.product(family.dtypes, family.head_dims):
+            key = PlanKey(dtype, dtype, *dims, Features(), HOPPER)
+            for some in kernel_jobs._asked_lengths(key, family.timed_as):
+                owner = family.timed_as(some)
+                if owner != family.name:
+                    borrowers.add(family.name)
+                    assert places[family.name] < places[owner]
+    assert borrowers == {"decode_sm90", "fwd_sm90_short", "fwd_sm90_f32_direct"}
+
+
 def change(key: PlanKey = PLAIN, **changes: object) -> PlanKey:
     """The key with fields of its own or of its features changed."""
     of_features = {name: value for name, value in changes.items() if name in Features.__dataclass_fields__}

@@ -217,7 +217,7 @@ def test_other_expressions_are_refused(text):
             {"FLASH_KERNEL_SRC": "no/such.cu"},
             "FLASH_KERNEL_SRC: got no/such.cu, which is no file; accepted: the path of a .cu file",
         ),
-        ({"FLASH_KERNEL_FN": "f"}, "FLASH_KERNEL_FN: got 'f' alone; accepted: it beside FLASH_KERNEL_SRC"),
+        ({"FLASH_KERNEL_FN": "f"}, "FLASH_KERNEL_FN: got 'f' alone; accepted: FLASH_KERNEL_SRC too"),
     ],
 )
 def test_wrong_variables_are_explained(environment, words):
@@ -473,7 +473,7 @@ def test_without_a_gpu():
         (["--dtype", "fp16"], "--dtype: got fp16; accepted: fp32, bf16, float32, bfloat16: what the rungs compute"),
         (["--dtype", "int8"], "--dtype: got 'int8'; accepted: fp32"),
         (["--list", "--arch", "sm_12"], "--arch: got 'sm_12'; accepted: sm_61"),
-        (["--arch", "sm_90"], "--arch: got sm_90; accepted: it with --list"),
+        (["--arch", "sm_90"], "--arch: got sm_90; accepted: no --arch without --list"),
     ],
 )
 def test_wrong_options_are_explained(arguments, words):
@@ -508,6 +508,9 @@ def test_the_plan_has_the_large_problem_first():
         (4, 16, 4096, False),
         (4, 16, 4096, True),
     ]
+    for is_causal, count in ((None, 2), (False, 1), (True, 1)):
+        plan = measure.plan("fp32", is_causal, 64)
+        assert measure.large_points(plan) == list(plan.points[:count])
     assert {(point.batch, point.seqlen_q) for point in points[2:]} == {(1, 512), (1, 1024), (1, 1536), (1, 2048)}
     assert all(point.is_causal for point in measure.plan("fp32", True).points)
     wide = measure.plan("bf16", None, 128)

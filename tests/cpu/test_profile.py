@@ -131,7 +131,7 @@ def test_different_problems_have_different_file_names():
         ("S=", "problem: got S=; accepted: S with a value"),
         ("L=4", "problem: got 'L=4'; accepted: words such as B=4"),
         ("causal=1", "problem: got 'causal=1'"),
-        ("S=4 S=8", "problem: got S twice; accepted: it once"),
+        ("S=4 S=8", "problem: got S twice; accepted: each word once"),
         ("H=6 Hkv=4", "Hkv: got 4; accepted: a divisor of H, which is 6"),
         ("pass=back", "pass: got 'back'; accepted: fwd, bwd, fwd"),
         ("dtype=int8", "--dtype: got 'int8'"),

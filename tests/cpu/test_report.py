@@ -157,6 +157,44 @@ def test_charts_hold_the_values_of_the_files(text):
         assert ms == pytest.approx(expected[length].median_ms, rel=1e-3)
 
 
+def test_the_script_reads_the_keys_that_charts_have(text):
+    """Keys of a chart and of what it consists of, as charts.py lists them; page.py shows the title."""
+    script = (Path(page.__file__).parent / "page.js").read_text(encoding="utf-8")
+    drawn = Outline(text).data
+    assert set(re.findall(r"\bchart\.(\w+)", script)) == {key for chart in drawn for key in chart} - {"title"}
+    (lines,) = re.findall(r"^function lineChart.*?^}", script, re.DOTALL | re.MULTILINE)
+    for kind in ("lines", "roofline", "scatter"):
+        charts_of_kind = [chart for chart in drawn if chart["kind"] == kind]
+        assert charts_of_kind
+        assert all(chart.get("choices", True) and chart.get("levels", True) for chart in charts_of_kind)
+    of_lines = [chart for chart in drawn if chart["kind"] == "lines"]
+    metrics = {metric["key"] for chart in of_lines for metric in chart["metrics"]}
+    series = {key for chart in of_lines for choice in chart["choices"] for one in choice["series"] for key in one}
+    assert set(re.findall(r"\bone\.(\w+)", lines)) == series - metrics
+    assert set(re.findall(r"\bmetric\.(\w+)", lines)) == {
+        key for chart in of_lines for metric in chart["metrics"] for key in metric
+    }
+    (shared,) = re.findall(r"^function pointChart.*?^}", script, re.DOTALL | re.MULTILINE)
+    points = [
+        one
+        for chart in drawn
+        if chart["kind"] != "lines"
+        for part in chart.get("choices", [chart])
+        for one in part["points"]
+    ]
+    assert set(re.findall(r"\bpoint\.(\w+)", shared)) == {key for one in points for key in one}
+
+
+def test_tiles_without_a_time_are_left_out_of_the_chart():
+    """A head dim of which no tile was timed without a mask has no choice; no chart without any."""
+    (file, *_) = collect.collect(ROOT / "results")[0].of("tiles_")
+    timed, head_dims = charts.tiles_chart(file.rows), sorted({row.head_dim for row in file.rows})
+    assert len(timed["choices"]) == len(head_dims)
+    refused = [replace(row, tflops=None) if row.head_dim == head_dims[0] else row for row in file.rows]
+    assert charts.tiles_chart(refused)["choices"] == timed["choices"][1:]
+    assert charts.tiles_chart([replace(row, tflops=None) for row in file.rows]) is None
+
+
 def test_each_table_of_the_ladder_is_of_one_problem(text):
     """Rungs at head dim 128 stand beside the peers at head dim 128, and each panel shows the rung that was counted."""
     device = collect.collect(ROOT / "results")[0]

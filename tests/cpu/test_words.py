@@ -17,6 +17,9 @@ FRAGMENTS = (
     "Those of a pass.",
     "Its time.",
     "As `keep_mask`.",
+    "Faster than a pre-pass.",
+    "Returns the bytes",
+    "`name` is a GPU that need not be here",
 )
 SENTENCES = (
     "Returns the bytes.",
@@ -24,6 +27,11 @@ SENTENCES = (
     "The rows of a pass.",
     "Offsets of pages.",
     "Whatever is given.",
+    "Returns the pairs:\n\n    (0, 1), (2, 3)",
+    "Says `it (or not)`.",
+    "Says (or not.)",
+    "aten::mm",
+    "(rows, columns)",
 )
 
 
@@ -50,7 +58,7 @@ def test_fragments_are_found(text: str, place: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", SENTENCES)
 def test_sentences_pass(text: str, tmp_path: Path) -> None:
     file = tmp_path / "one.py"
-    file.write_text(f'"""{text}"""\n\ndef f():\n    """{text}"""\n    return "Of one key."\n', encoding="utf-8")
+    file.write_text(f'"""{text}"""\n\ndef f():\n    {text!r}\n    return "Of one key."\n', encoding="utf-8")
     assert check_words.fragments(file) == []
 
 

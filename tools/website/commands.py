@@ -1,4 +1,7 @@
-"""Writes the page of the command line, from the commands' own options: python tools/website/commands.py PAGE"""
+"""Writes the page of the command line, from the commands' own options.
+
+python tools/website/commands.py PAGE
+"""
 
 from __future__ import annotations
 

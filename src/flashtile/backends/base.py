@@ -120,8 +120,8 @@ class Backend(ABC):
         return {}
 
     def tile_sizes(self) -> frozenset[int]:
-        """Lengths at which tiles of its kernels end: one less, as many and one more keys or queries take different
-        ways."""
+        """Returns the lengths at which tiles of its kernels end: with one key or query more a call may take another
+        path."""
         return frozenset()
 
     def loaded_kernels(self) -> frozenset[str]:

@@ -1,7 +1,9 @@
 """Executes a launch plan for the tensors of one call: replaces what kernels cannot read, evaluates the plan's rules,
 launches its steps.
 
-It knows tensors, bytes and grids, and nothing about attention. Up to the launches it works on any device.
+It knows tensors, bytes and grids, and nothing about attention. Up to the launches it works on any device. The backends
+`cuda` and `cpu` call it for what C++ does not run. csrc/exec/plan.cpp does the same: plans/plan.py says what ties the
+two.
 """
 
 from __future__ import annotations

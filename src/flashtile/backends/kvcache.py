@@ -1,4 +1,11 @@
-"""Rotary embedding and the appending of keys to a cache: checks, and the operations in PyTorch."""
+"""Appends new keys and values to a cache and rotates queries and keys (rotary embedding): the checks, and the
+operations in PyTorch.
+
+The operations serve the CPU, and GPU tensors of dtypes that the kernel does not take (cuda.takes_append). They and the
+kernel, families/steps/append_kv.cuh, give the same bits: `rotate` rounds after each operation, to the same types. A
+change of one is a change of both; tests/gpu/test_kvcache.py compares them. ops.py calls `validate` before every append,
+but `check_values`, which reads lengths on the host, for CPU tensors and under FLASHTILE_CHECK=1 alone.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +21,10 @@ _OWN_MEMORY = "memory of its own for every row"
 
 
 class AppendArgs(NamedTuple):
-    """The arguments of `flashtile::append_kv`, in schema order. The shapes are those of layout "bshd"."""
+    """The arguments of `flashtile::append_kv`. The shapes are those of layout "bshd".
+
+    The order of the fields is that of the op's schema (ops.py: _APPEND) and of csrc/exec/ops.cpp: append_kv.
+    """
 
     k_cache: Tensor  # (batch, capacity, heads_kv, head_dim), or pages (num_pages, page_size, heads_kv, head_dim)
     v_cache: Tensor  # as k_cache, with head_dim_v
@@ -28,8 +38,9 @@ class AppendArgs(NamedTuple):
     layout: str
 
 
-def is_ordered(args: AttentionArgs) -> bool:
-    """The positions of the queries differ: rotary embedding turns each by its own."""
+def queries_have_own_positions(args: AttentionArgs) -> bool:
+    """True if rotary embedding turns each query by its own position: under a causal mask or a window. Else all queries
+    have the position of the first; so says `is_ordered` where it is an argument."""
     return args.causal != "none" or (args.window_left, args.window_right) != (-1, -1)
 
 
@@ -41,22 +52,22 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
     """
     half = cos.shape[-1]
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    positions = positions.long().clamp(0, cos.shape[0] - 1)  # on the CPU they have been checked
-    c, s = cos[positions].to(wide)[:, :, None], sin[positions].to(wide)[:, :, None]
-    turned, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
+    positions = positions.long().clamp(0, cos.shape[0] - 1)  # a GPU's are not checked: no read out of bounds
+    cos_at, sin_at = cos[positions].to(wide)[:, :, None], sin[positions].to(wide)[:, :, None]
+    pairs, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
     if interleaved:
-        first, second = turned[..., 0::2], turned[..., 1::2]
+        first, second = pairs[..., 0::2], pairs[..., 1::2]
     else:
-        first, second = turned[..., :half], turned[..., half:]
-    pair = (first * c - second * s, first * s + second * c)
-    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
-    return torch.cat([turned.to(x.dtype), rest], dim=-1)
+        first, second = pairs[..., :half], pairs[..., half:]
+    turned = (first * cos_at - second * sin_at, first * sin_at + second * cos_at)
+    rotated = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    return torch.cat([rotated.to(x.dtype), rest], dim=-1)
 
 
 def rotate_queries(
     q: Tensor, cos: Tensor, sin: Tensor, cache_seqlens: Tensor, is_ordered: bool, interleaved: bool, layout: str
 ) -> Tensor:
-    """Queries stand behind the cache, one position after the other if ordered, else all at its end."""
+    """Rotates the queries: query i by position cache_seqlens + i if they are ordered, else each by cache_seqlens."""
     rows = q.shape[row_axis(layout)]
     steps = torch.arange(rows, device=q.device) if is_ordered else torch.zeros(rows, dtype=torch.int64, device=q.device)
     positions = cache_seqlens.long()[:, None] + steps
@@ -66,20 +77,20 @@ def rotate_queries(
 
 
 def append(args: AppendArgs) -> None:
-    """Writes the new rows of k, rotated where asked, and v behind the first cache_seqlens rows of each sequence."""
-    k_cache, v_cache, k, v, cache_seqlens, block_table, rotary_cos, rotary_sin, rotary_interleaved, layout = args
-    if layout == "bhsd":
+    """Writes the new rows of k, rotated if asked, and v after the first cache_seqlens rows of each sequence."""
+    k_cache, v_cache, k, v = args.k_cache, args.v_cache, args.k, args.v
+    if args.layout == "bhsd":
         k_cache, v_cache, k, v = (tensor.transpose(1, 2) for tensor in (k_cache, v_cache, k, v))
-    batch, new, page = k.shape[0], k.shape[1], k_cache.shape[1]
+    batch, num_new, page = k.shape[0], k.shape[1], k_cache.shape[1]
     if k.numel() == 0:
         return
-    positions = cache_seqlens.long()[:, None] + torch.arange(new, device=k.device)
-    if rotary_cos is not None and rotary_sin is not None:
-        k = rotate(k, rotary_cos, rotary_sin, positions, rotary_interleaved)
-    if block_table is None:
+    positions = args.cache_seqlens.long()[:, None] + torch.arange(num_new, device=k.device)
+    if args.rotary_cos is not None and args.rotary_sin is not None:
+        k = rotate(k, args.rotary_cos, args.rotary_sin, positions, args.rotary_interleaved)
+    if args.block_table is None:
         rows = torch.arange(batch, device=k.device)[:, None].expand_as(positions), positions
     else:
-        rows = block_table.long().gather(1, positions // page), positions % page
+        rows = args.block_table.long().gather(1, positions // page), positions % page
     if shares_memory((k_cache, v_cache), (k, v)):
         k, v = k.clone(), v.clone()
     k_cache.index_put_(rows, k)
@@ -87,13 +98,14 @@ def append(args: AppendArgs) -> None:
 
 
 def append_step(args: AppendArgs, q: Tensor, is_ordered: bool) -> tuple[Tensor | None, Tensor]:
-    """Appends. Returns the queries, rotated as the new keys are (None without rotary embedding), and the lengths with
-    the new rows."""
+    """Appends the new rows. Returns the rotated queries (None without rotary embedding) and the lengths with the new
+    rows."""
     append(args)
     return rotated_queries(args, q, is_ordered), args.cache_seqlens + args.k.shape[row_axis(args.layout)]
 
 
 def rotated_queries(args: AppendArgs, q: Tensor, is_ordered: bool) -> Tensor | None:
+    """Returns the queries rotated as the new keys are, or None without rotary embedding."""
     if args.rotary_cos is None or args.rotary_sin is None:
         return None
     rotary = args.rotary_cos, args.rotary_sin, args.cache_seqlens
@@ -101,14 +113,14 @@ def rotated_queries(args: AppendArgs, q: Tensor, is_ordered: bool) -> Tensor | N
 
 
 def empty_rotated(q: Tensor, layout: str) -> Tensor:
-    """Memory as that of rotate_queries: heads of a row side by side."""
+    """Returns an empty tensor with the strides of a result of rotate_queries: the heads of a row are neighbours."""
     if layout == "bshd":
         return torch.empty(q.shape, dtype=q.dtype, device=q.device)
     return torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 def is_writable(cache: Tensor) -> bool:
-    """torch lets it be changed in place here, and no two of its elements share memory."""
+    """True if torch allows a change of the cache in place here, and no two of its elements share memory."""
     if cache.is_inference() and not torch.is_inference_mode_enabled():
         return False
     if cache.is_contiguous():
@@ -123,7 +135,7 @@ def is_writable(cache: Tensor) -> bool:
 
 
 def shares_memory(caches: tuple[Tensor, Tensor], others: tuple[Tensor, ...]) -> bool:
-    """A cache and another tensor are, or may be, parts of the same memory."""
+    """True if a cache and another tensor are, or may be, parts of the same memory."""
     (k_start, k_end), (v_start, v_end) = _span(caches[0]), _span(caches[1])
     for tensor in others:
         start, end = _span(tensor)
@@ -153,15 +165,15 @@ def check_writable(args: AppendArgs) -> None:
         raise value_error("v_cache", "the memory of k_cache", "memory of its own", "Call clone()")
 
 
-def read_first(args: AttentionArgs, append: AppendArgs) -> tuple[AttentionArgs, AppendArgs]:
-    """Returns the arguments with copies of the queries and new rows that are part of a cache: writing one row must not
-    change another."""
-    caches = append.k_cache, append.v_cache
+def without_aliases(args: AttentionArgs, append_args: AppendArgs) -> tuple[AttentionArgs, AppendArgs]:
+    """Returns the arguments with copies of q, k and v if they may share memory with a cache: the append must not change
+    what has yet to be read."""
+    caches = append_args.k_cache, append_args.v_cache
     if shares_memory(caches, (args.q,)):
         args = args._replace(q=args.q.clone())
-    if shares_memory(caches, (append.k, append.v)):
-        append = append._replace(k=append.k.clone(), v=append.v.clone())
-    return args, append
+    if shares_memory(caches, (append_args.k, append_args.v)):
+        append_args = append_args._replace(k=append_args.k.clone(), v=append_args.v.clone())
+    return args, append_args
 
 
 def check_values(args: AppendArgs) -> None:
@@ -172,41 +184,43 @@ def check_values(args: AppendArgs) -> None:
     check_positions(args.cache_seqlens, args.k.shape[row], args.rotary_cos)
 
 
-def check_positions(cache_seqlens: Tensor, new: int, rotary_cos: Tensor | None) -> None:
-    """Rotary angles must reach as far as the rows that are turned."""
-    end = 0 if rotary_cos is None or cache_seqlens.numel() == 0 or new == 0 else int(cache_seqlens.max()) + new
-    if rotary_cos is not None and end > rotary_cos.shape[0]:
+def check_positions(cache_seqlens: Tensor, num_new: int, rotary_cos: Tensor | None) -> None:
+    """Raises if a row that is rotated stands at a position without angles. Reads the lengths on the host."""
+    if rotary_cos is None or num_new == 0 or cache_seqlens.numel() == 0:
+        return
+    end = int(cache_seqlens.max()) + num_new
+    if end > rotary_cos.shape[0]:
         raise value_error(
             "rotary_cos", f"{rotary_cos.shape[0]} positions", f"at least {end}, where the longest sequence ends"
         )
 
 
-def _check_room(cache_seqlens: Tensor, new: int, block_table: Tensor | None, page: int, num_pages: int) -> None:
+def _check_room(cache_seqlens: Tensor, num_new: int, block_table: Tensor | None, page: int, num_pages: int) -> None:
     room = page if block_table is None else page * block_table.shape[1]
     for b, length in enumerate(cache_seqlens.tolist()):
-        if not 0 <= length <= room - new:
-            accepted = f"0 to {room - new}" if new <= room else "nothing"
+        if not 0 <= length <= room - num_new:
+            accepted = f"0 to {room - num_new}" if num_new <= room else "nothing"
             raise value_error(
                 "cache_seqlens",
                 f"{length} for sequence {b}",
-                f"{accepted}: the cache holds {room} rows and {new} are added",
+                f"{accepted}: the cache holds {room} rows and {num_new} are added",
             )
-    if block_table is not None and new > 0:
-        _check_pages(cache_seqlens.tolist(), new, block_table.tolist(), page, num_pages)
+    if block_table is not None and num_new > 0:
+        _check_pages(cache_seqlens.tolist(), num_new, block_table.tolist(), page, num_pages)
 
 
-def _check_pages(lengths: list[int], new: int, table: list[list[int]], page: int, num_pages: int) -> None:
-    """Pages that rows are added to must exist, and only one sequence may add to each."""
+def _check_pages(lengths: list[int], num_new: int, table: list[list[int]], page: int, num_pages: int) -> None:
+    """Raises if a page that rows are added to does not exist, or is another sequence's too."""
     places: dict[int, tuple[int, int]] = {}
     for b, (length, pages) in enumerate(zip(lengths, table, strict=True)):
-        for slot in range(length // page, (length + new - 1) // page + 1):
+        for slot in range(length // page, (length + num_new - 1) // page + 1):
             number = pages[slot]
             if not 0 <= number < num_pages:
                 raise value_error("block_table", f"page {number} at [{b}, {slot}]", f"0 to {num_pages - 1}")
             other = places.setdefault(number, (b, slot))
             if other != (b, slot):
-                came = f"page {number} at {list(other)} and at [{b}, {slot}]"
-                raise value_error("block_table", came, "each page appended to by one sequence only")
+                got = f"page {number} at {list(other)} and at [{b}, {slot}]"
+                raise value_error("block_table", got, "each page appended to by one sequence only")
 
 
 def validate(args: AppendArgs) -> None:
@@ -270,7 +284,7 @@ def validate_queries(args: AppendArgs, q: Tensor) -> None:
 
 
 def check_rotary(cos: Tensor | None, sin: Tensor | None, k: Tensor) -> None:
-    """cos and sin come together: (positions, rotary_dim / 2), the rotated part no wider than a head."""
+    """Raises unless cos and sin are both None or both (positions, rotary_dim / 2), with rotary_dim at most head_dim."""
     if cos is None and sin is None:
         return
     if cos is None or sin is None:

@@ -23,8 +23,8 @@ class Config:
 
 
 # Kernel -> element size in bytes -> largest padded head dim -> configuration, for GPUs with 227 KB of shared memory per
-# block. Up to head dim 128 they are the fastest of results/nvidia-h200/triton_tiles.csv; at 256 they spill least.
-# 64 x 16 with 8 warps is excluded: see padded_head_dim.
+# block. Up to head dim 128 they are chosen from results/nvidia-h200/triton_tiles.csv, over full and causal calls;
+# at 256 they are those that spill least. bwd_dbias was not timed. tools/tune_triton.py measures them.
 CONFIGS: dict[str, dict[int, dict[int, Config]]] = {
     "fwd": {
         2: {64: Config(128, 64, 8, 3), 128: Config(64, 64, 4, 3), 256: Config(128, 64, 8, 2)},
@@ -43,7 +43,7 @@ CONFIGS: dict[str, dict[int, dict[int, Config]]] = {
         4: {64: Config(32, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(16, 16, 4, 1)},
     },
 }
-# For every other GPU: small enough for 99 KB of shared memory. Compiled for them, but not run on one
+# For every other GPU: they fit into 99 KB of shared memory. Compiled for some, never run on one
 SMALL_CONFIGS: dict[str, dict[int, dict[int, Config]]] = {
     "fwd": {
         2: {64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 2), 256: Config(32, 32, 4, 1)},
@@ -71,21 +71,22 @@ def capability_of(arch: str) -> tuple[int, int]:
 
 
 @functools.cache
-def _is_large(device: torch.device, named: str = "") -> bool:
-    """True if a block may use as much shared memory as the tuned tiles need; `named` is a GPU that need not be here."""
+def _fits_tuned_tiles(device: torch.device, arch_name: str = "") -> bool:
+    """True if a block may use as much shared memory as the tuned tiles need. `arch_name`: as in tile_config."""
     if device.type == "cpu":
-        return True
-    if named:
-        arch = arch_of(*capability_of(named))
+        return True  # Triton's interpreter, which has no limit
+    if arch_name:
+        arch = arch_of(*capability_of(arch_name))
     else:
         arch = device_arch(torch.cuda.current_device() if device.index is None else device.index)
     return arch is not None and arch.shared_bytes >= _LARGE_SHARED_BYTES
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The head dim of the tile: a power of two, at least 32.
+    """Returns the head dim of the tile: a power of two, at least 32.
 
-    16 is excluded: with 8 warps Triton 3.6 compiles a product of 64 rows and 16 columns that reads past its tile.
+    A head dim of 16 is padded to 32: with 8 warps Triton 3.6 compiles a product of 64 rows and 16 columns that reads
+    past its tile.
     """
     return max(32, 1 << (head_dim - 1).bit_length())
 
@@ -99,17 +100,19 @@ def tile_config(
     is_aligned16: bool,
     arch: str = "",
 ) -> Config:
-    """The tile of a kernel for such a call. `arch`: a GPU that need not be here, such as sm_80; empty: the device."""
-    table = CONFIGS if _is_large(device, arch) else SMALL_CONFIGS
+    """Returns the tile of a kernel for such a call. `arch`: a GPU to ask about, such as sm_80, which need not be here;
+    empty: the device."""
+    table = CONFIGS if _fits_tuned_tiles(device, arch) else SMALL_CONFIGS
     padded = padded_head_dim(max(shape.head_dim, shape.head_dim_v))
     config = next(config for limit, config in table[kernel][dtype.itemsize].items() if padded <= limit)
     if dtype.itemsize == 2 and not (
         is_aligned16 and padded_head_dim(shape.head_dim) == padded_head_dim(shape.head_dim_v)
     ):
-        # 2-byte elements that cannot be copied 16 bytes at a time pass through registers. Triton 3.6 compiles wrong
-        # wgmma products of such tiles, mostly where K and V differ in size. It uses wgmma from 64 rows on; 32 rows use
-        # mma.sync
-        config = replace(config, num_warps=4, **{"block_n" if kernel == "bwd_dkdv" else "block_m": 32})
+        # 2-byte elements that cannot be copied 16 bytes at a time pass through registers. Triton 3.6 miscompiles wgmma
+        # products of such tiles, most often if K and V differ in size. It uses wgmma from 64 rows on: of what the block
+        # owns these tiles have 32, which mma.sync multiplies
+        owned = "block_n" if kernel == "bwd_dkdv" else "block_m"
+        config = replace(config, num_warps=4, **{owned: 32})
     if kernel == "fwd" and shape.seqlen_q <= 16:
         # Few queries, as in decoding: a larger tile would be mostly padding
         config = replace(config, block_m=16, num_warps=4)

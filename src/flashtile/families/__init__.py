@@ -1,11 +1,7 @@
 """The kernel families there are, and which of them a call takes.
 
-Each has a folder, and `register` adds it. Of the families that do not refuse a call the fastest by speeds.csv is taken,
-of equals the first registered; those that are not in that table come last, in the order of their registration.
-FLASHTILE_FAMILY names families that are taken whatever their speed.
-
-Small calls, too, go by the times of large ones: their own are those of the host's launches, in which the kernels of
-every family are hidden. Families with a drawback (base.py) come last.
+Each has a folder, and `register` adds it. `_fastest` chooses among them by speeds.csv; FLASHTILE_FAMILY names families
+that are taken whatever their speed. backends/cuda.py asks for the choice, `check`, `bench` and the tests force it.
 """
 
 from __future__ import annotations
@@ -49,12 +45,12 @@ from flashtile.problem import Problem
 
 __all__ = ["Family", "Launch", "Row", "Tile", "all_families", "forced_rows", "register"]
 
-_SWITCH = "FLASHTILE_FAMILY"
+_VARIABLE = "FLASHTILE_FAMILY"
 SIZE_AT = 0  # the place of speeds.SIZE among the length classes
-# Where rows that are not aligned may be copied to where they are: with fewer keys to a row a copy takes longer than it
-# saves (docs/limits.md)
+# From these numbers of queries and keys on, unaligned rows may be copied to aligned memory: a copy costs more than it
+# saves on shorter ones (docs/limits.md)
 COPIES = {"forward": LongLengths(1024, 1024), "backward": LongLengths(256, 256)}
-_COPY_COST = 1.25  # the time with copies over that without: a quarter more at those lengths
+_COPY_COST = 1.25  # at those lengths, the time of a call with copies over that of the same kernel alone
 _families: list[Family] = []
 _of_op: dict[str, tuple[Family, ...]] = {}
 _classes: dict[str, tuple[LengthClass, ...]] = {}  # by op: length_classes
@@ -71,6 +67,7 @@ def register(family: Family) -> None:
 
 
 def unregister(family: Family) -> None:
+    """Removes a family that a test has added."""
     _families.remove(family)
     _sort()
 
@@ -89,12 +86,15 @@ def all_families(op: str | None = None) -> tuple[Family, ...]:
 
 
 def find(name: str) -> Family:
+    """Returns the family of that name."""
     for family in _families:
         if family.name == name:
             return family
     raise value_error("family", repr(name), "one of " + ", ".join(family.name for family in _families))
 
 
+# The order decides ties. decode_sm90 and fwd_sm90_short borrow the times of fwd_sm90, fwd_sm90_f32_direct those of
+# fwd_simt and fwd_sm90_f32 (`timed_as`): they stand before whom they borrow from (tests/cpu/test_families.py)
 register(DecodeSm90())
 register(FwdSm90Short())
 register(FwdSm90())
@@ -122,7 +122,10 @@ _forced: tuple[str, ...] | None = None  # by `forced`; None: what FLASHTILE_FAMI
 
 @contextmanager
 def forced(*names: str) -> Iterator[None]:
-    """Inside, as under FLASHTILE_FAMILY. Plans made before or inside must not cross: see assemble.clear_plans."""
+    """Takes these families whatever their speed inside the context, as FLASHTILE_FAMILY does; none: all may be taken.
+
+    Kept plans do not know of it: call assemble.clear_plans() after entering and after leaving.
+    """
     global _forced
     before, _forced = _forced, names
     try:
@@ -132,55 +135,57 @@ def forced(*names: str) -> Iterator[None]:
 
 
 def forced_names() -> tuple[str, ...]:
-    """The families that are to be taken whatever their speed: for tests, check and bench."""
+    """Returns the names of the families that are taken whatever their speed, by `forced` or FLASHTILE_FAMILY."""
     if _forced is not None:
         return _forced
-    text = os.environ.get(_SWITCH, "")
+    text = os.environ.get(_VARIABLE, "")
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in names:
         if all(family.name != name for family in _families):
-            raise value_error(_SWITCH, repr(name), ", ".join(family.name for family in _families), "Unset it")
+            raise value_error(_VARIABLE, repr(name), ", ".join(family.name for family in _families), "Unset it")
     return names
 
 
 def refusals(key: PlanKey) -> Mapping[str, str | None]:
     """Returns for each family of the key's op why it does not take the call, or None."""
-    names = _named(key)
+    allowed = _allowed(_of_op[key.op], forced_names())
+    reason = f"{_VARIABLE} names {', '.join(family.name for family in allowed)}"
     return {
-        family.name: family.refuse(key) or (f"{_SWITCH} names {', '.join(names)}" if family.name not in names else None)
-        for family in all_families(key.op)
+        family.name: family.refuse(key) or (None if family in allowed else reason) for family in all_families(key.op)
     }
 
 
-def _named(key: PlanKey) -> list[str]:
+def _allowed(known: tuple[Family, ...], names: tuple[str, ...]) -> tuple[Family, ...]:
     """Returns the families of an op that may be taken: those that are forced, if any is."""
-    known, forced = [family.name for family in all_families(key.op)], forced_names()
-    return [name for name in known if name in forced] or known
+    return tuple(family for family in known if family.name in names) or known
 
 
 def fastest(key: PlanKey) -> Family | None:
-    """The family that takes the call, or None."""
+    """Returns the family that takes the call, or None."""
     return _fastest(key, forced_names(), _of_op[key.op])
 
 
 @functools.lru_cache(maxsize=4096)
-def _fastest(key: PlanKey, forced: tuple[str, ...], known: tuple[Family, ...]) -> Family | None:
-    """Asks from the fastest on, and slower ones only while none takes the call without a drawback."""
-    named = [family for family in known if family.name in forced] or known
+def _fastest(key: PlanKey, names: tuple[str, ...], known: tuple[Family, ...]) -> Family | None:
+    """Returns the fastest family that takes the call without a drawback (base.py), else the fastest that takes it.
+
+    Times are those of speeds.csv for large calls: a small call takes as long as its launch, whichever kernel runs.
+    Families without a time come last. Of equals, and of those without a time, the first registered comes first.
+    """
     kind = kind_of(key)._replace(is_large=True)
-    asked = [(_us_of(family, key, kind), family) for family in named if key.dtype in family.dtypes]
-    asked.sort(key=itemgetter(0))  # of equals the first registered comes first
-    slower = None
-    for _, family in asked:
+    timed = [(_us_of(family, key, kind), family) for family in _allowed(known, names) if key.dtype in family.dtypes]
+    timed.sort(key=itemgetter(0))  # stable
+    with_drawback = None
+    for _, family in timed:
         if family.refuse(key) is None:
             if family.drawback(key) is None:
                 return family
-            slower = slower or family
-    return slower
+            with_drawback = with_drawback or family
+    return with_drawback
 
 
 def select(key: PlanKey) -> Family:
-    """The family that takes the call; an error where there is none."""
+    """Returns the family that takes the call. Raises if there is none."""
     family = fastest(key)
     if family is None:
         words = "; ".join(f"{name!r} refuses: {reason}" for name, reason in refusals(key).items())
@@ -189,16 +194,16 @@ def select(key: PlanKey) -> Family:
 
 
 def time_us(key: PlanKey) -> float | None:
-    """The measured time of the family that takes the call; None where none does, or it is not known."""
+    """Returns the measured time of the family that takes the call; None if there is no such family or time."""
     family = fastest(key)
     kind = kind_of(key)
     us = None if family is None else provider_us(family.timed_as(key), kind)
-    # The time of a small call is that of its launch, beside which copies take none
+    # A small call takes as long as its launch: copies add nothing
     return us * _COPY_COST if us is not None and key.copies_rows and kind.is_large else us
 
 
 def provider_us(provider: str, kind: speeds.Kind) -> float | None:
-    """The time of a family, a backend or a torch kernel for calls of a kind; None where it is not known."""
+    """Returns the time of a family, a backend or a torch kernel for calls of a kind; None if it is not known."""
     return speeds.time_us(provider, kind, (family.name for family in _of_op[kind.op] if family.is_by_mma_sync))
 
 
@@ -208,18 +213,21 @@ def _us_of(family: Family, key: PlanKey, kind: speeds.Kind) -> float:
 
 
 def clear_choices() -> None:
-    """After a change of speeds."""
+    """Forgets the kept choices: they do not know of a change of the speeds."""
     _fastest.cache_clear()
 
 
 def with_copies(key: PlanKey) -> PlanKey:
-    """The key of the call with aligned copies of its rows, if that is faster; else the key itself. No length of the
-    keys may be in a tensor: of a cache all rows would be copied."""
+    """Returns the key of the call with aligned copies of its rows, if that is faster; else the key itself.
+
+    Callers pass no call over a cache, whose lengths are in a tensor: the whole cache would be copied.
+    """
     if key.features.is_aligned16 or key.mixed or not key.length(COPIES[key.op]):
         return key
     width = 4 if key.dtype == "float32" else 8  # elements of 16 bytes
     if key.out_dtype != key.dtype and key.head_dim_v % width:
-        return key  # rows of out on 16-byte boundaries need not hold as many columns as those of the copies
+        # Rows of out would end before those of the copies: float32 rows are padded to 4 columns, bfloat16 ones to 8
+        return key
     aligned = dataclasses.replace(
         key,
         head_dim=-(-key.head_dim // width) * width,
@@ -238,7 +246,7 @@ def with_copies(key: PlanKey) -> PlanKey:
 
 
 def key_of(problem: Problem, grads: tuple[str, ...] | None, arch: Arch, num_multiprocessors: int) -> PlanKey:
-    """The key of a pass; grads: those of a backward pass that are wanted."""
+    """Returns the key of a pass. `grads`: those that a backward pass wants; None: a forward pass."""
     is_float32 = problem.dtype == torch.float32
     precision = torch.get_float32_matmul_precision() if is_float32 else "highest"
     op = "forward" if grads is None else "backward"
@@ -257,39 +265,39 @@ def _key_of(
 ) -> PlanKey:
     shape = problem.shape
     return PlanKey(
-        dtype_name(problem.dtype),
-        dtype_name(problem.out_dtype),
-        shape.head_dim,
-        shape.head_dim_v,
-        features_of(problem),
-        arch,
-        grads,
-        problem.scale > 0.0,
-        problem.rows_disjoint,
-        problem.heads_disjoint,
-        classes,
-        problem.deterministic,
-        matmul_precision,
-        dtype_name(problem.k_dtype) if problem.k_dtype != problem.dtype else None,
-        dtype_name(problem.v_dtype) if problem.v_dtype != problem.dtype else None,
-        problem.is_v_in_k,
+        dtype=dtype_name(problem.dtype),
+        out_dtype=dtype_name(problem.out_dtype),
+        head_dim=shape.head_dim,
+        head_dim_v=shape.head_dim_v,
+        features=features_of(problem),
+        arch=arch,
+        grads=grads,
+        is_scale_positive=problem.scale > 0.0,
+        rows_disjoint=problem.rows_disjoint,
+        heads_disjoint=problem.heads_disjoint,
+        classes=classes,
+        is_deterministic=problem.deterministic,
+        matmul_precision=matmul_precision,
+        k_dtype=dtype_name(problem.k_dtype) if problem.k_dtype != problem.dtype else None,
+        v_dtype=dtype_name(problem.v_dtype) if problem.v_dtype != problem.dtype else None,
+        is_v_in_k=problem.is_v_in_k,
     )
 
 
 def kind_of(key: PlanKey) -> speeds.Kind:
-    """The kind of calls that this one is compared with."""
+    """Returns the kind of calls whose times stand for this one's."""
     arch, head_dims = f"sm_{key.arch.number}", (key.head_dim, key.head_dim_v)
     return speeds.kind(arch, key.op, key.dtype, head_dims, key.features, bool(key.length(speeds.SIZE)))
 
 
 def absent(arch: str) -> frozenset[str]:
-    """The families that have nothing for an architecture, named as in speeds.Kind."""
-    found = arch_named(arch)
-    return frozenset(family.name for family in _families if found is not None and not family.runs_on(found))
+    """Returns the names of the families that do not run on an architecture, named as in speeds.Kind."""
+    known_arch = arch_named(arch)
+    return frozenset(family.name for family in _families if known_arch is not None and not family.runs_on(known_arch))
 
 
 def length_classes(op: str) -> tuple[LengthClass, ...]:
-    """Every class that the choice looks at: of a family, or of all."""
+    """Returns the length classes that the choice of a family looks at, or a family itself."""
     return _classes[op]
 
 
@@ -297,19 +305,20 @@ def length_classes(op: str) -> tuple[LengthClass, ...]:
 
 
 def fault_family(fault: Mutation) -> Family | None:
-    """The family whose kernels alone have the fault: the one with the longest name that its name begins with."""
-    found = [family for family in _families if fault.name.startswith(f"{family.name}_")]
-    return max(found, key=lambda family: len(family.name), default=None)
+    """Returns the family whose kernels alone have the fault, or None: the fault's name begins with the family's, and of
+    several such names the longest counts."""
+    prefixes = [family for family in _families if fault.name.startswith(f"{family.name}_")]
+    return max(prefixes, key=lambda family: len(family.name), default=None)
 
 
 def families_with(fault: Mutation) -> tuple[Family, ...]:
-    """The families in which a fault is looked for: its own, or those with all shared code."""
+    """Returns the families in which a fault is looked for: its own, or those with all shared code."""
     own = fault_family(fault)
     return tuple(family for family in _families if family.has_all_shared_code) if own is None else (own,)
 
 
 def fault_kind(fault: Mutation) -> str:
-    """The name of a fault without that of its family."""
+    """Returns the name of a fault without that of its family."""
     own = fault_family(fault)
     return fault.name if own is None else fault.name.removeprefix(f"{own.name}_")
 
@@ -321,5 +330,5 @@ def is_reachable(fault: Mutation, arch: Arch) -> bool:
 
 
 def tile_sizes() -> frozenset[int]:
-    """Every length of a tile of any family, in queries or keys: where lengths take different ways."""
+    """Returns every length of a tile of any family, in queries or keys: calls on either side take different paths."""
     return frozenset().union(*(family.tile_sizes() for family in _families))

@@ -196,7 +196,8 @@ class Family(ABC):
         """The launch of one row, which need not be one that `candidates` gives."""
 
     def timed_as(self, key: PlanKey) -> str:
-        """The family whose times stand for its own: another where it was measured to be faster than that one."""
+        """Returns the family whose times stand for its own: another if it was measured to be faster than that one. It
+        must be registered before the other (families/__init__.py)."""
         return self.name
 
     def tile_note(self, key: PlanKey) -> str:

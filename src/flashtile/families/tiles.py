@@ -15,6 +15,11 @@ GPU and does not refuse it.
     last       calls in which the tile comes after all others, in the same words
     note       for people
 
+A tile is written three times. `Kernel.config` fills the template of the family's config.cuh with the numbers of a line;
+`Kernel.shared_bytes`, in family.py, repeats the size of the kernel's storage struct, so that a tile can be judged
+without a compiler. A change of the template or the struct is a change of family.py: the generated unit asserts that the
+sizes agree (tests/cpu/test_kernels.py: test_wrong_shared_bytes_are_a_compile_error).
+
 The words are those of WORDS, `options>2` (more than two options that cost registers, as the family counts them), a GPU
 (sm_90), and those of the family itself (Family.own_words). A line that begins with # is a comment.
 """

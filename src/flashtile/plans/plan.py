@@ -1,7 +1,9 @@
 """A launch plan: how a pass is launched, as data. Steps, workspaces, an image of the parameters, and a patch table.
 
-A plan knows no sequence length. Whoever executes it (backends/executor.py, csrc/exec/plan.cpp) evaluates the rules
-below for the tensors of a call; none of them needs to know what attention is.
+A plan knows no sequence length. Whoever executes it evaluates the rules below for the tensors of a call; none of them
+needs to know what attention is. There are two executors: backends/executor.py, and csrc/exec/plan.cpp, to which
+backends/native.py hands plans as numbers (`serialize`). A new kind of rule, or a field, is a change of all four places;
+tests/cpu/test_native.py compares what both launch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 // A call of the ops: its arguments, whether C++ can handle it, the key of its plan, and the tensors it returns.
 //
-// The checks are those of problem.py: validate and backends/kvcache.py: validate, less what the key holds. A call that
-// fails one falls back to Python, which words the refusal.
+// The checks are those of problem.py: validate and backends/kvcache.py: validate, less what the key holds. The head of
+// problem.py says what ties them. A call that fails one falls back to Python, which words the refusal.
 #pragma once
 
 #include <cstring>

@@ -1,5 +1,5 @@
-// Length classes (plans/length_class.py): the only way in which a plan's key may look at the sizes of a call. Kinds
-// and thresholds come as data, with the GPU; the arithmetic is Python's, in integers.
+// Length classes: the only way in which a plan's key may look at the sizes of a call. Kinds and thresholds come as
+// data, with the GPU; the arithmetic is Python's, in integers. plans/length_class.py says what a new kind takes.
 #pragma once
 
 #include <limits>

@@ -1,5 +1,5 @@
-// A launch plan (plans/plan.py) in C++: evaluated for the tensors of a call, as backends/executor.py does, and
-// launched.
+// A launch plan in C++: evaluated for the tensors of a call, as backends/executor.py does, and launched. plans/plan.py
+// says what ties the two executors.
 //
 // It comes as a list of numbers (backends/native.py: serialize), which names tensors, values and numbers of a call by
 // index. It knows tensors, bytes and grids, and nothing about attention.

@@ -26,7 +26,7 @@ struct Params {
   float* dsinks;              // (heads)
   float* score_lse;           // as lse: lse in the unit of scores (score_unit.cuh); +inf for a fully masked row
   float* delta;               // as lse: rowsum(dO * O) - dlse
-  float* dq_accum;            // (slabs of head_dim, as lse, 64): sums of dS K; swizzled (bwd_sm90.cuh)
+  float* dq_accum;            // (slabs of head_dim, as lse, 64): sums of dS K; swizzled (bwd_sm90_steps.cuh)
   i32* dq_order;              // as lse: parts of dQ added so far, at the first row of each query tile; or null
   float* partial_out;         // (num_splits, as lse, head_dim_v): each split's sum of P V
   float* partial_stats;       // (num_splits, as lse, 2): each split's m (in the unit of scores) and l

@@ -1,19 +1,24 @@
 // Attention backward by mma.sync, float16 from Turing on and bfloat16 from Ampere on: dQ, dK and dV in one pass over
 // the scores. Reads neither pages nor unaligned rows. FlashAttention-2, section 3.1.2.
 //
+// Contract:  family.py launches it between the two kernels of steps/bwd_sm90_steps.cuh: the first computes delta and
+//            score_lse and clears dq_accum, the last makes dQ of dq_accum. The atomic sums of dQ have no fixed order,
+//            so deterministic calls are refused.
 // Block:     kBlockN keys of one KV head; streams the queries that see them, of every head that shares the KV head. A
-//            warp owns 16 keys, or twice 16: their dK and dV stay in registers and need no atomics. With kColumnWarps =
-//            2 two warps share twice 16 keys, each with half of the queries of S and half of the columns of dK and dV.
+//            warp owns kMTiles tiles of 16 keys, 64 keys apart (config.cuh): their dK and dV stay in registers and need
+//            no atomics. With kColumnWarps = 2, two warps share the same keys: each computes half of the queries of S
+//            and half of the columns of dK and dV.
 // Shared:    sK [kBlockN][kHeadDim], sV [kBlockN][kHeadDimV], sQ [stage][kBlockM][kHeadDim], sdO
 //            [stage][kBlockM][kHeadDimV], sdS [buffer][kBlockN][kBlockM], swizzled (tile/swizzled_tile.cuh); lse and
-//            delta of each stage; the key tile. With kColumnWarps = 2 also sP [kBlockN][kBlockM].
+//            delta of each stage; the block's keys. With kColumnWarps = 2 a third buffer of sdS holds P^T.
 // Products:  S^T = K Q^T and dP^T = V dO^T have keys as rows, so P^T and dS^T, packed to 16 bits, are register operands
 //            of dV += P^T dO and dK += dS^T Q. dS^T also goes through shared memory for dQ = dS K over all keys of the
 //            block, of which each warp computes 16 queries and a part of the columns. Warps that share keys exchange
 //            P^T and dS^T through shared memory: a fragment of Q or dO then feeds four products instead of two.
-// Mainloop:  one barrier per query tile. Behind it Q, dO and the statistics of the tile have arrived, dS of the tile
+// Mainloop:  one barrier per query tile. After it Q, dO and the statistics of the tile have arrived, dS of the tile
 //            before is complete, and the stage of the tile before is free. dQ is one tile behind.
-// dQ:        float32 sums in global memory (dq_accum), in the layout of bwd_sm90_steps.cuh.
+// dQ:        float32 sums in global memory: dq_accum, laid out as steps/bwd_sm90_steps.cuh says.
+// Marks:     mutates(...) plants a fault, mark(...) records a clock (device/core/): ordinary builds have neither.
 #pragma once
 
 #include "device/attn/score_gradient.cuh"
@@ -35,7 +40,7 @@ struct OwnedKeys {
   template <class Config, class Mask, class SeqInfo>
   FT_DEVICE static OwnedKeys find(const Params& p) {
     OwnedKeys block;
-    // The first keys come first: under a causal mask most queries see them
+    // Blocks count from the first keys: under a causal mask most queries see those, so the longest blocks start first
     TilePlace place = place_keys<SeqInfo>(p, Config::kBlockN, p.heads_kv, static_cast<i32>(blockIdx.x));
     block.j_begin = place.tile * Config::kBlockN;
     block.kv_head = place.row;
@@ -53,12 +58,12 @@ struct OwnedKeys {
   FT_DEVICE i32 num_tiles() const { return (m_end - m_begin) * num_heads; }
 };
 
-// One of the query tiles that stream by. In turn c thread 0 finds tile c + kNumStages, while dQ may still need tile c
-// - 1.
+// One of the query tiles that stream by. While the block works on tile c, thread 0 finds tile c + kNumStages, and dQ
+// still reads tile c - 1: a ring of kNumStages + 2 places.
 struct QueryTilePlace {
   i32 i_begin, head;
 };
-constexpr i32 kNumPlaces = 4;
+constexpr i32 kNumPlaces = 4;  // for up to two stages
 
 template <class Config>
 struct alignas(128) BwdSm80Storage {
@@ -68,7 +73,7 @@ struct alignas(128) BwdSm80Storage {
   T sV[Config::kBlockN * Config::kHeadDimV];
   T sQ[Config::kNumStages][Config::kBlockM * Config::kHeadDim];
   T sdO[Config::kNumStages][Config::kBlockM * Config::kHeadDimV];
-  // dS^T, whose rows are keys, of two tiles; behind them P^T of one, where warps share keys
+  // dS^T, whose rows are keys, of two tiles; if warps share keys, after them P^T of one
   T sdS[Config::kColumnWarps > 1 ? 3 : 2][Config::kBlockN * Config::kBlockM];
   float lse[Config::kNumStages][Config::kBlockM];
   float delta[Config::kNumStages][Config::kBlockM];
@@ -275,7 +280,8 @@ struct BwdSm80 {
 #pragma unroll
       for (i32 x = 0; x < kColumnsV / 2; ++x) rdV[t][x] = 0.0f;
     }
-    // Read again at every use where ptxas would spill it: before sm_90
+    // From sm_90 on the count is kept; before, ptxas would spill it, so every use reads it from shared memory. The two
+    // differ in vector reductions, too: kHasVectorReduction stands for both
     i32 kept_tiles = block.num_tiles();
     auto num_tiles = [&] { return kHasVectorReduction ? kept_tiles : block.num_tiles(); };
     if (num_tiles() > 0) {

@@ -6,6 +6,8 @@
 // the columns. Of dQ a warp has kDqMTiles m16 tiles of queries and kDqColumns columns.
 //   kMinBlocks   blocks that share a multiprocessor; limits the registers
 //   kIsExact     the head dims are the padded ones: no column needs a check
+//
+// Contract: ../tiles.py says what fills the template and which sizes of it family.py repeats.
 #pragma once
 
 #include "device/core/types.cuh"

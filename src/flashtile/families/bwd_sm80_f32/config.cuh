@@ -3,6 +3,8 @@
 // A block owns kBlockM rows, queries or keys, and streams tiles of kBlockN rows of the other side. A warp owns kMTiles
 // m16 tiles, 64 rows apart from one another: tile t of warp w has rows 64 g + 16 (w % 4) .. + 15, g = t + kMTiles *
 // (w / 4).
+//
+// Contract: ../tiles.py says what fills the template and which sizes of it family.py repeats.
 #pragma once
 
 #include "device/core/types.cuh"

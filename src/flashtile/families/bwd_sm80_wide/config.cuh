@@ -1,4 +1,6 @@
 // The tile of the mma.sync backward for wide heads: a Sm80WideTile, and which gradient a kernel computes.
+//
+// Contract: ../tiles.py says what fills the template and which sizes of it family.py repeats.
 #pragma once
 
 #include "families/fwd_sm80_wide/config.cuh"

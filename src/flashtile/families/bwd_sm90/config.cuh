@@ -2,6 +2,8 @@
 //
 // A block owns kBlockN keys, 64 for each consumer warpgroup, and streams tiles of kBlockM queries; one more warpgroup
 // holds the producer.
+//
+// Contract: ../tiles.py says what fills the template and which sizes of it family.py repeats.
 #pragma once
 
 #include "device/core/types.cuh"

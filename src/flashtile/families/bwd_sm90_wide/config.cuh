@@ -1,5 +1,7 @@
 // The tiles of the two kernels of the wide Hopper backward: sizes, stages and registers per role. Both have two
 // consumer warpgroups; one more warpgroup holds the producer. Tiles are slabs of 64 columns.
+//
+// Contract: ../tiles.py says what fills the template and which sizes of it family.py repeats.
 #pragma once
 
 #include "device/core/types.cuh"

@@ -1,4 +1,6 @@
 // The tile of the Hopper decode kernel: 64 rows, one consumer warpgroup, two producer warps.
+//
+// Contract: ../tiles.py says what fills the template and which sizes of it family.py repeats.
 #pragma once
 
 #include "device/core/types.cuh"

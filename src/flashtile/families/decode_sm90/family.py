@@ -79,8 +79,8 @@ class DecodeSm90(Family):
         return reason
 
     def timed_as(self, key: PlanKey) -> str:
-        """Faster than the forward family at every measured call: one query, and up to 16 rows over 4096 keys
-        (docs/decode.md)."""
+        """Returns the forward family for calls at which this one was faster wherever measured: one query, and up to 16
+        rows over 4096 keys (docs/decode.md)."""
         is_fastest = key.length(_ONE) or (key.length(_FASTEST) and not key.length(_SHORT))
         return "fwd_sm90" if is_fastest else self.name
 

@@ -7,6 +7,8 @@
 //   kPacksHeads        64 rows are queries of all heads that share a KV head
 //   kIsScalePositive   S may stay a dot product: its maximum is the score's
 //   kIsExact           the head dims are the padded ones: no column needs a check
+//
+// Contract: ../tiles.py says what fills the template and which sizes of it family.py repeats.
 #pragma once
 
 #include "device/core/types.cuh"

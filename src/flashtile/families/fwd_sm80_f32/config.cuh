@@ -1,5 +1,7 @@
 // The tile of the float32 forward by mma.sync: a Sm80Config of floats. Q is read again for every key tile, and heads
 // are not packed.
+//
+// Contract: ../tiles.py says what fills the template and which sizes of it family.py repeats.
 #pragma once
 
 #include "families/fwd_sm80/config.cuh"

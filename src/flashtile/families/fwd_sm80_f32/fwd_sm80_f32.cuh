@@ -1,11 +1,13 @@
-// Attention forward in float32 by mma.sync, from Ampere on: every product is three of TF32 (tile/tf32_gemm.cuh).
+// Attention forward in float32 by mma.sync, from Ampere on: every float32 product is computed as three TF32 products
+// (device/tile/tf32_gemm.cuh).
 //
-// Grid, Block, Mainloop: as fwd_sm80.cuh, from which mask, softmax and scheduling come. Heads are not packed, and keys
-//            not paged.
+// Contract:  inherits FwdSm80 (fwd_sm80.cuh) and overrides step, mainloop and epilogue. Mask, dropout, softmax state,
+//            rows and storage are those of fwd_sm80: a change there changes this kernel.
+// Grid, Block, Mainloop: as fwd_sm80.cuh. Heads are not packed, and keys not paged.
 // Shared:    sQ [kBlockM][kHeadDim], sK [stage][kBlockN][kHeadDim], sV [stage][kBlockN][kHeadDimV], floats, swizzled.
-// Sums:      tensor cores truncate when they add. The small products of S have accumulators of their own, and each key
-//            tile starts new ones for P V, which float32 adds to O.
-// Epilogue:  a lane has 8 neighbouring columns of every 32.
+// Sums:      tensor cores truncate when they add. So the small partial products of S have their own accumulators, and
+//            P V of each key tile has its own, which are then added to O in float32.
+// Epilogue:  a lane holds 8 neighbouring columns of every 32, and stores them at once.
 #pragma once
 
 #include "device/tile/tf32_gemm.cuh"
@@ -45,7 +47,8 @@ struct FwdSm80F32 : FwdSm80<Config, Mask, BaseScoreMod, Dropout, SeqInfo, KvSour
     tf32_gemm_ab<Config::kHeadDimV>(state.rO, parts, v);
   }
 
-  // Processes the key tiles [n_begin, n_end) of the block; tile and shared_tile are equal. Scope: block.
+  // Processes the key tiles [n_begin, n_end) of the block. shared_tile is the copy of tile in shared memory that masks
+  // read: registers are scarce. Scope: block.
   FT_DEVICE static void mainloop(const Params& p, Storage& shared, const Tile& tile, const Tile& shared_tile,
                                  float factor, State& state) {
     i32 warp = uniform(threadIdx.x / 32);
@@ -62,7 +65,8 @@ struct FwdSm80F32 : FwdSm80<Config, Mask, BaseScoreMod, Dropout, SeqInfo, KvSour
       copy_float_rows<Config, Load, Config::kHeadDimV, kBlockN>(v_tiles + stage * kBytesV, gV.row(n * kBlockN),
                                                                 gV.row_stride, 0, num_rows, p.head_dim_v);
     };
-    // Start the copies of Q and of the first tiles, a group for each tile
+    // Start the copies of Q and of the first tiles, a group for each tile. Rows of Q are valid from -i_begin on: the
+    // tile may begin before the first query. Only the last key tile, which is copied first, may lack rows
     const float* gQ = query_rows(static_cast<const float*>(p.q), p.q_strides, tile.s, tile.coord.head);
     copy_float_rows<Config, Load, Config::kHeadDim, Config::kBlockM>(
         shared_address(shared.sQ), gQ + tile.i_begin * p.q_strides.row, p.q_strides.row, -tile.i_begin,
@@ -78,7 +82,7 @@ struct FwdSm80F32 : FwdSm80<Config, Mask, BaseScoreMod, Dropout, SeqInfo, KvSour
       cp_async_commit();
     }
 
-    // The key tiles of this warp's rows
+    // The key tiles of this warp's rows: masks are decided for groups of 64
     ConsumerTiles tiles = ConsumerTiles::find(p, tile, tile.i_begin + warp * Config::kWarpRows / 64 * 64);
     i32 warp_end = uniform(tiles.n_end), unmasked_begin = uniform(tiles.unmasked.begin);
     i32 unmasked_end = uniform(tiles.unmasked.end);
@@ -117,12 +121,13 @@ struct FwdSm80F32 : FwdSm80<Config, Mask, BaseScoreMod, Dropout, SeqInfo, KvSour
 
   // ---- Epilogue. Scope: warp.
 
-  // Finishes the softmax, normalises and stores O and lse of an m16 tile; of a split the sum of P V, m and l.
+  // Finishes the softmax, normalises and stores O and lse of an m16 tile. Of a split of the keys it stores the sum of P
+  // V, which is not normalised, m and l.
   FT_DEVICE static void epilogue(const Params& p, const Tile& tile, const Rows& rows, float factor, const float (&m)[2],
                                  const float (&l)[2], const float (&rO)[kOutputs]) {
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
-      float norm = Base::finish_row(p, tile, rows, r, factor, m[r], l[r], true);
+      float norm = Base::finish_row(p, tile, rows, r, factor, m[r], l[r], /*stores_stats=*/true);
       bool is_query = rows.is_query(tile, r);
       float* gO = Base::float_row(p, tile, rows, r);
       store_float_row<Load>(gO, is_query, p.head_dim_v, r, norm, rO);
@@ -142,11 +147,12 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
   TileGrid<Mask, SeqInfo, false> grid;
   typename Kernel::Tile tile(p, grid, static_cast<i32>(blockIdx.x));
   if (!tile.has_queries()) return;
-  // For masks and the epilogue it stays in shared memory: registers are scarce
+  // Masks and the epilogue read it from shared memory: registers are scarce
   auto& shared_tile = *reinterpret_cast<typename Kernel::Tile*>(shared.tile);
   if (threadIdx.x == 0) shared_tile = tile;
 
-  // Score modifiers return scores in their unit; without them S stays a dot product
+  // With score modifiers S is scaled already, and factor converts it to base 2. Without them S is Q K^T, and factor is
+  // scale * log2(e)
   float factor = Kernel::ScoreMod::kChangesScores ? exponent_factor(Kernel::kIsNatural) : p.scale_log2;
   typename Kernel::State state;
 #pragma unroll
@@ -157,7 +163,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
   if (tile.has_keys()) {
     Kernel::mainloop(p, shared, tile, shared_tile, factor, state);
   } else {
-    __syncthreads();
+    __syncthreads();  // makes shared_tile visible, as the mainloop's first barrier does
   }
 #pragma unroll
   for (i32 t = 0; t < Config::kMTiles; ++t) {

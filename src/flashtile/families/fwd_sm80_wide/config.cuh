@@ -6,6 +6,8 @@
 //
 // Streamed tiles pass through a ring of kNumStages slabs: kSlabColumns columns of all kBlockN rows where the head dim
 // is the depth of a product, kSlabRows rows where the rows are. kRowParts slabs hold all columns of such rows.
+//
+// Contract: ../tiles.py says what fills the template and which sizes of it family.py repeats.
 #pragma once
 
 #include "device/core/types.cuh"

@@ -6,6 +6,8 @@
 //   kRescalesLazily   a row's maximum is raised, and O rescaled, only if the old maximum is too far off
 //   kStoresP          a consumer's P goes through shared memory instead of staying in registers
 //   kPacksHeads       a consumer's rows are queries of all heads that share a KV head
+//
+// Contract: ../tiles.py says what fills the template and which sizes of it family.py repeats.
 #pragma once
 
 #include "device/core/types.cuh"

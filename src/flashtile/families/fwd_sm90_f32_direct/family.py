@@ -94,7 +94,8 @@ class FwdSm90F32Direct(Family):
         return iter(sorted(super().candidates(kernel, key), key=lambda row: row["cluster"] != preferred))
 
     def timed_as(self, key: PlanKey) -> str:
-        """Faster than simt at every measured length; preferred to a pre-pass for its memory (docs/float32.md)."""
+        """Returns a family that this one is preferred to: it was faster than simt at every measured length, and needs
+        less memory than a pre-pass (docs/float32.md)."""
         return "fwd_sm90_f32" if key.length(speeds.SIZE) else "fwd_simt"
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:

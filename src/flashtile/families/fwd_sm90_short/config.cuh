@@ -2,6 +2,8 @@
 //
 // Each consumer warpgroup computes items of 64 queries of its own; one more warpgroup holds the producers.
 //   kIsOneTile   one key tile holds all keys of a sequence: over kBlockN - kTail of them
+//
+// Contract: ../tiles.py says what fills the template and which sizes of it family.py repeats.
 #pragma once
 
 #include "device/core/types.cuh"

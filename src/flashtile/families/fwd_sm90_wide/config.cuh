@@ -3,6 +3,8 @@
 // A block owns 64 queries. Two consumer warpgroups share the columns of O, in slabs of 64; the first computes the
 // scores as well. A cluster of kClusterSize blocks owns consecutive queries of a head and loads each slab of K and V
 // once.
+//
+// Contract: ../tiles.py says what fills the template and which sizes of it family.py repeats.
 #pragma once
 
 #include "device/core/types.cuh"

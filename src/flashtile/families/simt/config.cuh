@@ -3,6 +3,8 @@
 // The simt family computes with FFMA on float32 tiles in shared memory, whatever the storage type T is. A warp owns
 // 4 * kRowsPerThread rows of the block. Its lanes form 4 row groups x 8 column groups; a thread holds
 // kRowsPerThread x kBlockN / 8 scores.
+//
+// Contract: ../tiles.py says what fills the template and which sizes of it family.py repeats.
 #pragma once
 
 #include "device/core/types.cuh"

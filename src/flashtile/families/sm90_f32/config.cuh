@@ -1,6 +1,8 @@
 // The tile of the Hopper kernels for float32: sizes, warpgroup roles, parts of the operands.
 //
 // Each consumer warpgroup owns 64 of the kBlockM queries; one more warpgroup holds the producer.
+//
+// Contract: ../tiles.py says what fills the template and which sizes of it family.py repeats.
 #pragma once
 
 #include "families/sm90_f32/split_operand.cuh"

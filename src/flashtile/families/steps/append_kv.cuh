@@ -1,6 +1,8 @@
 // Appends new rows of k and v to each sequence of a cache, and rotates k by the angles of its position (rotary
 // embedding) if asked. A step of a cache also wants its queries rotated and the lengths that the read after it sees.
 //
+// Contract: gives the bits of the PyTorch version, backends/kvcache.py, which says what ties them. The generated unit
+//          asserts that append_kv.py repeats AppendParams.
 // Grid:    one block of 4 warps per (new row, batch). Threads run over heads and dims, kVec elements each. A row that
 //          does not fit into the cache, or whose page does not exist, is dropped: bad lengths never write out of
 //          bounds. The blocks of a sequence share its queries.
@@ -76,7 +78,7 @@ FT_DEVICE void copy_heads(const HeadRows<T>& from, const HeadRows<T>& to, i32 he
 }
 
 // Rotates the first pairs of every head by the angles of a position, and copies the rest. Rounds after each operation,
-// as PyTorch does. Scope: block.
+// as kvcache.py: rotate does. Scope: block.
 template <typename T, typename Angle, i32 kVec>
 FT_DEVICE void rotate_heads(const AppendParams& p, i64 position, const HeadRows<T>& from, const HeadRows<T>& to,
                             i32 heads) {

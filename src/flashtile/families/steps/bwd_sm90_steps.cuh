@@ -5,7 +5,10 @@
 //                             for dq_accum and dq_order
 // bwd_convert_dq_kernel       dQ = scale * dq_accum in 16 bits
 //
-// Threads: 8 lanes per row, 16 rows per pass of a block, kStepRows rows per block.
+// Contract:  the layout of dq_accum. A slab is 64 columns of all rows of lse. Columns 8 c .. 8 c + 7 of row i of a
+//            sequence are chunk c ^ (i % 8) of that row. BwdSm90::stage_dq and BwdSm80::add_dq add in this order,
+//            bwd_convert_dq_kernel reads in it. The planted fault bwd_sm90_dq_order breaks it.
+// Threads:   8 lanes per row, 16 rows per pass of a block, kStepRows rows per block.
 #pragma once
 
 #include "device/attn/key_tile.cuh"
@@ -103,7 +106,7 @@ __global__ void __launch_bounds__(kStepThreads) bwd_convert_dq_kernel(const FT_G
 #pragma unroll
     for (i32 slab = 0; slab < kSlabs; ++slab) {
       const float4* row = reinterpret_cast<const float4*>(p.dq_accum + (slab * p.lse_size + stat) * 64);
-      // Undo the swizzle of BwdSm90::stage_dq
+      // Undo the swizzle of dq_accum
       i32 chunk = lane ^ i % 8, column = 64 * slab + 8 * lane;
       if constexpr (mutates(Mutation::bwd_sm90_dq_order)) chunk = lane;
       float4 x = row[2 * chunk], y = row[2 * chunk + 1];

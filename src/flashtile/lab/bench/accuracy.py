@@ -135,11 +135,14 @@ def _num_sequences(point: Point) -> int:
     return point.batch if point.extra.has_bias_grad and point.direction != "fwd" else 1
 
 
+def _key_distances(point: Point, rows: Tensor) -> Tensor:
+    """Returns by how many keys each key is before the query of a row: the last query stands at the last key."""
+    return rows[:, None] + point.seqlen_k - point.seqlen_q - torch.arange(point.seqlen_k, device=rows.device)
+
+
 def _mask(point: Point, inputs: Inputs, rows: Tensor, num_sequences: int, num_heads: int) -> Tensor | None:
-    """Causal mask, window and the call's own mask, for the rows of the sample."""
-    # Of causal calls the last query sees the last key
-    offset = point.seqlen_k - point.seqlen_q if point.is_causal else 0
-    distance, masks = rows[:, None] + offset - torch.arange(point.seqlen_k, device=rows.device), []
+    """Returns causal mask, window and the call's own mask for the rows of the sample, or None."""
+    distance, masks = _key_distances(point, rows), []
     if point.is_causal:
         masks.append((distance >= 0)[None, None])
     if point.extra.window is not None:
@@ -151,8 +154,7 @@ def _mask(point: Point, inputs: Inputs, rows: Tensor, num_sequences: int, num_he
 
 
 def _bias(point: Point, inputs: Inputs, rows: Tensor, num_sequences: int, num_heads: int) -> Tensor | None:
-    """The call's bias, or its ALiBi slopes as a bias, for the rows of the sample."""
+    """Returns the call's bias, or its ALiBi slopes as a bias, for the rows of the sample."""
     if inputs.extras.alibi_slopes is not None:
-        distance = (rows[:, None] - torch.arange(point.seqlen_k, device=rows.device)).abs()
-        return -inputs.extras.alibi_slopes[None, :num_heads, None, None] * distance
+        return -inputs.extras.alibi_slopes[None, :num_heads, None, None] * _key_distances(point, rows).abs()
     return None if inputs.extras.bias is None else inputs.extras.bias[:num_sequences, :num_heads, rows]

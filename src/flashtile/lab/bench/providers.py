@@ -1,4 +1,8 @@
-"""The providers: our backends by name, and the baselines. A new one is one table entry."""
+"""The providers: our backends by name, and the baselines.
+
+A new baseline is a `build` function and an entry of BASELINES. The default sets of the grids below name it, or leave it
+out; `plots._STYLES` has its colour, without which it is drawn grey.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +37,13 @@ SLOW_BACKENDS = ("tiled", "reference")  # plain PyTorch: grids include them only
 
 @dataclass(frozen=True)
 class Attend:
-    """A provider's answer to a point: the call, its context, and the kernel or backend that runs."""
+    """A provider's call at a point, ready to be timed: the function, the context it runs in, and what runs."""
 
     call: Call
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    detail: str = ""
+    detail: str = ""  # the kernel or the backend
     leaves: tuple[Tensor, ...] = ()  # tensors beside q, k and v whose gradients are taken
-    arrange: Callable[[Inputs], Inputs] | None = None  # done to each copy of the inputs ahead of the timed calls
+    arrange: Callable[[Inputs], Inputs] | None = None  # run once on each copy of the inputs, before timing
 
 
 @dataclass(frozen=True)
@@ -52,16 +56,16 @@ class Provider:
     layout: str = "bhsd"
     is_fast: bool = True  # in the default set of a grid
     requires: tuple[str, ...] = ()  # modules of which one must be importable
-    max_relative_error: float | None = None  # what it is judged by instead of the error rule
+    max_relative_error: float | None = None  # the largest that is accepted, in place of the error rule
 
 
 def providers() -> list[Provider]:
-    """All providers that are pinned to a backend or a package, our backends first."""
+    """Returns all providers that are pinned to a backend or a package, our backends first."""
     ours = [
         Provider(
             backend.name,
-            False,
-            partial(_ours, backend.name),
+            is_baseline=False,
+            build=partial(_ours, backend.name),
             is_fast=backend.is_automatic and backend.name not in SLOW_BACKENDS,
         )
         for backend in registry.BACKENDS
@@ -70,8 +74,8 @@ def providers() -> list[Provider]:
 
 
 def choose(text: str | None, is_grid: bool, option: str = "--backends") -> list[Provider]:
-    """The providers of a comma-separated list of names, `ours` and `baselines`. None: the default set. Errors name the
-    option of the command line."""
+    """Returns the providers of a comma-separated list of names, `ours` and `baselines`; of None, the default set.
+    Errors name the option of the command line."""
     known = providers()
     if text is None:
         return [provider for provider in known if provider.is_fast or not is_grid]
@@ -88,8 +92,10 @@ def choose(text: str | None, is_grid: bool, option: str = "--backends") -> list[
 
 
 def check_ours(chosen: Sequence[Provider], plan: Plan, device: str) -> None:
-    """Refuses a plan of which every chosen provider of ours refuses every point by its own rule: with such sizes only
-    the peers would be measured. The inputs are not allocated: on a GPU meta tensors stand for it."""
+    """Raises if our chosen providers refuse every point of the plan: only peers would be measured.
+
+    No input is allocated: on a GPU they are meta tensors, on the CPU fake ones.
+    """
     is_gpu = device == "cuda"
     ours = [provider for provider in chosen if not provider.is_baseline]
     reasons: dict[str, str] = {}
@@ -104,8 +110,8 @@ def check_ours(chosen: Sequence[Provider], plan: Plan, device: str) -> None:
                 return
     if ours:
         same = len(set(reasons.values())) == 1
-        said = next(iter(reasons.values())) if same else "; ".join(f"{name}: {why}" for name, why in reasons.items())
-        raise Unsupported(f"Nothing of flashtile would be measured. {said}")
+        text = next(iter(reasons.values())) if same else "; ".join(f"{name}: {why}" for name, why in reasons.items())
+        raise Unsupported(f"Nothing of flashtile would be measured. {text}")
 
 
 def missing(provider: Provider) -> str | None:
@@ -164,7 +170,7 @@ def explained(name: str | None, point: Point, inputs: Inputs) -> registry.Explan
 
 
 def _options(name: str | None, point: Point, inputs: Inputs) -> dict[str, Any]:
-    """The options of our function of dense calls."""
+    """Returns the arguments of flashtile.attention beside q, k and v."""
     extra, tensors, options = point.extra, inputs.extras, dict[str, Any](causal=point.is_causal, backend=name)
     if point.option:
         options.update(softcap=extra.softcap, dropout_p=extra.dropout_p, bias=tensors.bias, mask=tensors.mask)
@@ -174,14 +180,14 @@ def _options(name: str | None, point: Point, inputs: Inputs) -> dict[str, Any]:
 
 
 def _detail(name: str | None, explanation: registry.Explanation) -> str:
-    """The backend, if it was not named, and what runs; not why others do not."""
+    """Returns what runs, with the backend if it was not named, and without why others do not."""
     details = {"backend": explanation.backend} if name is None else {}
     details |= {key: value for key, value in explanation.details.items() if not key.startswith("not ")}
     return ", ".join(f"{key} {value}" for key, value in details.items())
 
 
 def _bias(point: Point, inputs: Inputs) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-    """The bias of the call, as a new autograd leaf where its gradient is taken, and the leaf."""
+    """Returns the bias of the call, as a new autograd leaf if its gradient is taken, and a tuple of that leaf."""
     bias = inputs.extras.bias
     if bias is None or not point.extra.has_bias_grad or point.direction == "fwd":
         return bias, ()
@@ -207,9 +213,11 @@ def _high_precision() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-AUTOMATIC = Provider("flashtile", False, partial(_ours, None))  # our choice of a backend for each call
+AUTOMATIC = Provider(
+    "flashtile", is_baseline=False, build=partial(_ours, None)
+)  # our choice of a backend for each call
 # The same with products of TF32's precision; its bound is that of docs/float32.md
-HIGH = Provider("flashtile-high", False, _ours_high, max_relative_error=1e-3)
+HIGH = Provider("flashtile-high", is_baseline=False, build=_ours_high, max_relative_error=1e-3)
 
 
 # torch
@@ -247,8 +255,8 @@ def _sdpa(pinned: SDPBackend | None, point: Point, inputs: Inputs) -> Attend:
 
 
 def _lower_right(pinned: SDPBackend | None, point: Point, inputs: Inputs) -> Tensor:
-    """The causal mask of fewer queries than keys: torch's own type, for which it has kernels; for cuDNN, which has
-    none, a mask made ahead: torch would make it anew in every call."""
+    """Returns the causal mask of a point with more keys than queries: torch's own type, for which it has kernels. cuDNN
+    has none, and torch would make the mask anew in every call: it gets one made ahead."""
     if pinned == SDPBackend.CUDNN_ATTENTION:
         sizes = (point.seqlen_q, point.seqlen_k)
         return torch.ones(sizes, dtype=torch.bool, device=inputs.q.device).tril(point.seqlen_k - point.seqlen_q)
@@ -258,7 +266,7 @@ def _lower_right(pinned: SDPBackend | None, point: Point, inputs: Inputs) -> Ten
 
 
 def _step(inputs: Inputs, length: int) -> Call:
-    """A step of generation: writes a row of keys and of values, and attends to all rows up to it."""
+    """Returns a step of generation: it writes a row of keys and of values, and attends to all rows up to it."""
     new_k, new_v = inputs.k[:, :, -1:].clone(), inputs.v[:, :, -1:].clone()
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -275,13 +283,14 @@ def _refuse_options(point: Point) -> None:
 
 
 def eager(is_causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Product, softmax, product in the dtype of the inputs; stores the scores."""
+    """Computes product, softmax and product in the dtype of the inputs, and stores the scores. A causal mask lets the
+    last query see the last key, as everywhere."""
     batch, heads, seqlen_q, head_dim = q.shape
     heads_kv, seqlen_k = k.shape[1], k.shape[2]
     grouped = (q * head_dim**-0.5).reshape(batch, heads_kv, heads // heads_kv * seqlen_q, head_dim)
     scores = (grouped @ k.transpose(-1, -2)).view(batch, heads, seqlen_q, seqlen_k)
     if is_causal:
-        is_hidden = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device).triu(1)
+        is_hidden = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device).triu(1 + seqlen_k - seqlen_q)
         scores = scores.masked_fill(is_hidden, -torch.inf)
     weights = torch.softmax(scores, -1).view(batch, heads_kv, -1, seqlen_k)
     return (weights @ v).view(batch, heads, seqlen_q, v.shape[-1])
@@ -293,7 +302,10 @@ def _eager(point: Point, inputs: Inputs) -> Attend:
 
 
 def _compile(function: Callable[..., Any], point: Point, is_dynamic: bool) -> tuple[Callable[..., Any], str]:
-    """Compiles for this point only, or once for all lengths."""
+    """Returns the function compiled for this point only, or once for all lengths, and a word on it.
+
+    Raises torch's limits of recompilation, and may turn donated buffers off, for the rest of the process.
+    """
     config = importlib.import_module("torch._dynamo.config")
     # Beyond these limits torch would silently run the uncompiled function
     config.recompile_limit, config.accumulated_recompile_limit = 1024, 4096  # type: ignore[attr-defined]
@@ -324,7 +336,8 @@ def _flex(point: Point, inputs: Inputs) -> Attend:
 
     if point.direction != "fwd" and inputs.q.device.type == "cpu":
         raise Unsupported("FlexAttention has no backward pass on the CPU")
-    extra, bias, leaves = point.extra, *_bias(point, inputs)
+    extra, offset = point.extra, point.seqlen_k - point.seqlen_q
+    bias, leaves = _bias(point, inputs)
     if extra.dropout_p:
         raise Unsupported("FlexAttention has no dropout")
     if point.option and not extra.changes_scores:
@@ -332,30 +345,33 @@ def _flex(point: Point, inputs: Inputs) -> Attend:
     options: dict[str, Any] = {"enable_gqa": point.heads != point.heads_kv}
     if point.is_causal or extra.mask:
         batch, heads = point.batch if extra.mask else None, point.heads if extra.mask == "heads" else None
-        is_seen = _window(extra.window) if extra.window is not None else _is_seen
+        is_seen = _causal(offset, extra.window)
         is_seen = _mask_of(inputs.extras.mask) if inputs.extras.mask is not None else is_seen
         options["block_mask"] = create_block_mask(
             is_seen, batch, heads, point.seqlen_q, point.seqlen_k, device=inputs.q.device.type
         )
-    if (change := _score_mod(extra.softcap, bias, inputs.extras.alibi_slopes)) is not None:
+    if (change := _score_mod(extra.softcap, bias, inputs.extras.alibi_slopes, offset)) is not None:
         options["score_mod"] = change
-    # Static shapes are faster, but on the CPU each compilation takes half a minute. Options need them: with dynamic
-    # shapes torch cannot compile a captured number or tensor for the CPU
-    is_dynamic = (inputs.q.device.type == "cpu" and not point.option) or point.has_growing_keys
+    # Static shapes are faster, but on the CPU each compilation takes half a minute. Options and the offset of a causal
+    # mask need them: with dynamic shapes torch cannot compile a captured number or tensor for the CPU
+    captures = bool(point.option) or (point.is_causal and offset != 0)
+    is_dynamic = (inputs.q.device.type == "cpu" and not captures) or point.has_growing_keys
     compiled, detail = _compile(flex_attention, point, is_dynamic)
     return Attend(lambda q, k, v: compiled(q, k, v, **options), detail=detail, leaves=leaves)
 
 
-def _is_seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    return i >= j
-
-
-def _window(left: int) -> Callable[..., Tensor]:
-    return lambda b, h, i, j: (i >= j) & (i - j <= left)
+def _causal(offset: int, left: int | None) -> Callable[..., Tensor]:
+    """Returns FlexAttention's form of a causal mask, or of a causal window of `left` keys. Query i stands at key
+    i + offset."""
+    if left is not None:
+        return lambda b, h, i, j: (i + offset >= j) & (i + offset - j <= left)
+    if offset:
+        return lambda b, h, i, j: i + offset >= j
+    return lambda b, h, i, j: i >= j
 
 
 def _mask_of(mask: Tensor) -> Callable[..., Tensor]:
-    """FlexAttention's form of a mask (batch, 1 or heads, 1 or seqlen_q, seqlen_k)."""
+    """Returns FlexAttention's form of a mask (batch, 1 or heads, 1 or seqlen_q, seqlen_k)."""
     if mask.shape[1] != 1:
         return lambda b, h, i, j: mask[b, h, i, j]
     if mask.shape[2] == 1:
@@ -363,16 +379,21 @@ def _mask_of(mask: Tensor) -> Callable[..., Tensor]:
     return lambda b, h, i, j: mask[b, 0, i, j]
 
 
-def _score_mod(softcap: float, bias: Tensor | None, slopes: Tensor | None) -> Callable[..., Tensor] | None:
+def _score_mod(softcap: float, bias: Tensor | None, slopes: Tensor | None, offset: int) -> Callable[..., Tensor] | None:
+    """Returns FlexAttention's form of a change of the scores, or None. Raises if there is more than one: no measured
+    call has two."""
+    changes: list[Callable[..., Tensor]] = []
     if softcap:
-        return lambda score, b, h, i, j: softcap * torch.tanh(score / softcap)
+        changes.append(lambda score, b, h, i, j: softcap * torch.tanh(score / softcap))
     if bias is not None and bias.shape[0] == 1:
-        return lambda score, b, h, i, j: score + bias[0, h, i, j]
-    if bias is not None:
-        return lambda score, b, h, i, j: score + bias[b, h, i, j]
+        changes.append(lambda score, b, h, i, j: score + bias[0, h, i, j])
+    elif bias is not None:
+        changes.append(lambda score, b, h, i, j: score + bias[b, h, i, j])
     if slopes is not None:
-        return lambda score, b, h, i, j: score - slopes[h] * (i - j).abs()
-    return None
+        changes.append(lambda score, b, h, i, j: score - slopes[h] * (i + offset - j).abs())
+    if len(changes) > 1:
+        raise Unsupported("FlexAttention is measured with one change of the scores at a time")
+    return changes[0] if changes else None
 
 
 # Peers
@@ -393,7 +414,7 @@ _VLLM_FA3 = "vllm.vllm_flash_attn._vllm_fa3_C"
 
 
 def _flash_attn_3(point: Point, inputs: Inputs) -> Attend:
-    """FlashAttention-3's own package; without it, for the forward pass, the library inside vLLM's wheel."""
+    """Prepares FlashAttention-3's own package; without it, for the forward pass, the library inside vLLM's wheel."""
     try:
         return replace(_flash_attn("flash_attn_interface", point, inputs), detail="flash_attn_interface")
     except ImportError:
@@ -422,6 +443,8 @@ def _xformers(point: Point, inputs: Inputs) -> Attend:
     _refuse_options(point)
     if point.heads != point.heads_kv:
         raise Unsupported("xformers takes grouped heads in another shape")
+    if point.is_causal and point.seqlen_q != point.seqlen_k:
+        raise Unsupported("xformers' LowerTriangularMask lets the first query see the first key, and no more")
     ops = importlib.import_module("xformers.ops")
     bias = ops.LowerTriangularMask() if point.is_causal else None
     return Attend(lambda q, k, v: ops.memory_efficient_attention(q, k, v, attn_bias=bias))
@@ -452,31 +475,45 @@ def _flashinfer(point: Point, inputs: Inputs) -> Attend:
 
 
 BASELINES: list[Provider] = [
-    Provider("sdpa", True, partial(_sdpa, None)),
-    Provider("sdpa-flash", True, partial(_sdpa, SDPBackend.FLASH_ATTENTION)),
-    Provider("sdpa-cudnn", True, partial(_sdpa, SDPBackend.CUDNN_ATTENTION)),
-    Provider("sdpa-efficient", True, partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION)),
-    Provider("sdpa-math", True, partial(_sdpa, SDPBackend.MATH), is_fast=False),
-    Provider("eager", True, _eager, is_fast=False),
-    Provider("compiled", True, _compiled),
-    Provider("flex", True, _flex),
-    Provider("torch-varlen", True, _varlen, is_fast=False),
+    Provider("sdpa", is_baseline=True, build=partial(_sdpa, None)),
+    Provider("sdpa-flash", is_baseline=True, build=partial(_sdpa, SDPBackend.FLASH_ATTENTION)),
+    Provider("sdpa-cudnn", is_baseline=True, build=partial(_sdpa, SDPBackend.CUDNN_ATTENTION)),
+    Provider("sdpa-efficient", is_baseline=True, build=partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION)),
+    Provider("sdpa-math", is_baseline=True, build=partial(_sdpa, SDPBackend.MATH), is_fast=False),
+    Provider("eager", is_baseline=True, build=_eager, is_fast=False),
+    Provider("compiled", is_baseline=True, build=_compiled),
+    Provider("flex", is_baseline=True, build=_flex),
+    Provider("torch-varlen", is_baseline=True, build=_varlen, is_fast=False),
     Provider(
         "flash-attn-2",
-        True,
-        partial(_flash_attn, "flash_attn.flash_attn_interface"),
-        "bshd",
+        is_baseline=True,
+        build=partial(_flash_attn, "flash_attn.flash_attn_interface"),
+        layout="bshd",
         requires=("flash_attn.flash_attn_interface",),
     ),
-    Provider("flash-attn-3", True, _flash_attn_3, "bshd", requires=("flash_attn_interface", _VLLM_FA3)),
-    Provider("flash-attn-4", True, partial(_flash_attn, "flash_attn.cute"), "bshd", requires=("flash_attn.cute",)),
-    Provider("xformers", True, _xformers, "bshd", requires=("xformers.ops",)),
-    Provider("flashinfer", True, _flashinfer, "bshd", requires=("flashinfer",)),
+    Provider(
+        "flash-attn-3",
+        is_baseline=True,
+        build=_flash_attn_3,
+        layout="bshd",
+        requires=("flash_attn_interface", _VLLM_FA3),
+    ),
+    Provider(
+        "flash-attn-4",
+        is_baseline=True,
+        build=partial(_flash_attn, "flash_attn.cute"),
+        layout="bshd",
+        requires=("flash_attn.cute",),
+    ),
+    Provider("xformers", is_baseline=True, build=_xformers, layout="bshd", requires=("xformers.ops",)),
+    Provider("flashinfer", is_baseline=True, build=_flashinfer, layout="bshd", requires=("flashinfer",)),
 ]
 
 
 def by_name(name: str, among: Sequence[Provider] | None = None) -> Provider:
-    for provider in among or [AUTOMATIC, HIGH, *providers()]:
+    """Returns the provider of that name, of all or of those given."""
+    known = among or [AUTOMATIC, HIGH, *providers()]
+    for provider in known:
         if provider.name == name:
             return provider
-    raise value_error("provider", repr(name), ", ".join(provider.name for provider in among or providers()))
+    raise value_error("provider", repr(name), ", ".join(provider.name for provider in known))

@@ -1,4 +1,9 @@
-"""`flashtile ladder`: checks every rung, times it beside SDPA, profiles it on request, writes the results."""
+"""Runs `flashtile ladder`: checks every rung, times it beside SDPA and our `cuda` backend, profiles it on request and
+writes the results.
+
+A rung is one teaching kernel, lab/ladder/NN_*.cu, or the user's own (FLASH_KERNEL_SRC). cli/main.py calls `prepare`,
+then the job that it returns.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,7 @@ from flashtile.lab.bench import device
 from flashtile.lab.bench import tables as bench_tables
 from flashtile.lab.bench.files import writable_folder
 from flashtile.lab.bench.load import Load
-from flashtile.lab.bench.points import Plan, Point
+from flashtile.lab.bench.points import Plan
 from flashtile.lab.bench.rows import Environment, Row, Writer, as_dict
 from flashtile.lab.bench.sweep import Sweep, gpu_settings
 from flashtile.lab.bench.terminal import INTERRUPTED, collect, make_console, say, say_files, say_remark, show
@@ -48,9 +53,11 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
                 launcher.compile_rung(rung, options.head_dim, arch, variables)
         return partial(_list, chosen, arch, variables, options.as_json, options.head_dim)
     if options.arch is not None:
-        raise value_error("--arch", options.arch, "it with --list; kernels are measured on the GPU at hand")
-    where, line = device.resolve(None)
-    if where != "cuda":
+        raise value_error(
+            "--arch", options.arch, "no --arch without --list", "Kernels are measured on the GPU of this machine"
+        )
+    device_name, device_line = device.resolve(None)
+    if device_name != "cuda":
         hint = "`flashtile ladder --list` needs none and shows what each kernel takes"
         raise unsupported("flashtile ladder", "no GPU here", "a GPU that torch sees", hint)
     if options.has_profile:
@@ -58,19 +65,19 @@ def prepare(options: Options, arguments: Sequence[str]) -> Callable[[], int]:
     if options.dtype is None:
         dtype = measure.dtype_of(chosen, options.only)
         options, chosen = replace(options, dtype=dtype), [rung for rung in chosen if rung.dtype == dtype]
-    folder = writable_folder(options.out or device.own_results(where))
+    folder = writable_folder(options.out or device.own_results(device_name))
     arch, console = gpu.current_arch(), make_console(options.as_json)
     fitting, refusals = with_tiles(chosen, options.head_dim, arch, variables)
     # Compile in parallel. A compile error ends the command here, with the compiler's log
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda rung: launcher.compile_rung(rung, options.head_dim, arch, variables), fitting))
-    for text in (line, *refusals):
+    for text in (device_line, *refusals):
         say(console, text)
-    return Run(options, variables, fitting, folder, device.environment(where, arguments), console).start
+    return Run(options, variables, fitting, folder, device.environment(device_name, arguments), console).start
 
 
 def with_tiles(chosen: Sequence[Rung], head_dim: int, arch: Arch, variables: Variables) -> tuple[list[Rung], list[str]]:
-    """The rungs that have a tile within the limits, and why the others have none.
+    """Returns the rungs that have a tile within the limits, and why the others have none.
 
     Raises if the user's own kernel has no tile, or if no rung has one.
     """
@@ -110,6 +117,7 @@ class Run:
             return INTERRUPTED
 
     def _all(self) -> int:
+        """Returns the exit status: 1 if a counter could not be read or a rung is inaccurate."""
         self._check()
         roofs = ceilings.measure()
         say(
@@ -120,23 +128,22 @@ class Run:
             f"{roofs.shared_ceiling_gb_per_s:.0f} GB/s of shared memory.",
         )
         # A partial run does not overwrite the files of a full one
-        is_whole = (
-            self.options.only is None
-            and self.options.is_causal is None
-            and self.variables == Variables(self.variables.is_debug)
-        )
+        is_whole = self.options.only is None and self.options.is_causal is None and not self.variables.change_kernels
         stem = measure.stem(self._dtype, self.options.head_dim) + ("" if is_whole else "_part")
-        written = [self.folder / f"ladder_{stem}.csv", self.folder / f"ladder_kernels_{stem}.csv"]
+        rows_path, kernels_path, hbm_path = (
+            self.folder / f"{name}_{stem}.csv" for name in ("ladder", "ladder_kernels", "ladder_hbm")
+        )
+        written = [rows_path, kernels_path]
         load = Load("cuda")
-        rows = self._measure(written[0])
+        rows = self._measure(rows_path)
         remark = load.remark()
         counted, hbm, refusal = self._profile()
         kernels = self._kernel_rows(rows, roofs, counted)
-        with Writer(written[1], RungRow) as writer:
+        with Writer(kernels_path, RungRow) as writer:
             writer.add(kernels)
         if hbm:
-            written.append(self.folder / f"ladder_hbm_{stem}.csv")
-            with Writer(written[2], HbmRow) as hbm_writer:
+            written.append(hbm_path)
+            with Writer(hbm_path, HbmRow) as hbm_writer:
                 hbm_writer.add(hbm)
         for kind in tables.KINDS:
             show(self.console, tables.of(rows, kernels, kind))
@@ -167,7 +174,8 @@ class Run:
         return measure.plan(self._dtype, self.options.is_causal, self.options.head_dim)
 
     def _check(self) -> None:
-        """Checks every rung against float64 at odd lengths, with guard zones; the user's in a separate process."""
+        """Checks every rung against float64 at odd lengths, with guard zones. The user's own kernel runs in a separate
+        process, which a fault would end."""
         errors = []
         for rung in self.chosen:
             check = probe.check_apart if rung.is_own else probe.check
@@ -190,18 +198,17 @@ class Run:
             )
         return writer.rows
 
-    def _points(self) -> list[Point]:
-        return list(self._plan.points[: 2 if self.options.is_causal is None else 1])
-
     def _profile(self) -> tuple[dict[tuple[str, bool], Counters], list[HbmRow], str]:
-        """Counters of every rung at the large problem, bytes by sequence length, and the error if there are none."""
+        """Returns the counters of each rung at the large problem, by its name and the mask; the bytes by sequence
+        length; and why counters could not be read, or an empty text."""
         if not self.options.has_profile:
             return {}, [], ""
         counted: dict[tuple[str, bool], Counters] = {}
-        calls = [Call(rung.name, point, has_warm_up=False) for point in self._points() for rung in self.chosen]
+        points = measure.large_points(self._plan)
+        calls = [Call(rung.name, point, has_warm_up=False) for point in points for rung in self.chosen]
         try:
-            found = counters.profile(calls, self.variables)
-            counted = {(call.provider, call.point.is_causal): one for call, one in zip(calls, found, strict=True)}
+            counts = counters.profile(calls, self.variables)
+            counted = {(call.provider, call.point.is_causal): one for call, one in zip(calls, counts, strict=True)}
             return counted, self._hbm(), ""
         except Unsupported as error:
             return counted, [], str(error)
@@ -209,31 +216,33 @@ class Run:
     def _kernel_rows(
         self, rows: Sequence[Row], roofs: ceilings.Ceilings, counted: dict[tuple[str, bool], Counters]
     ) -> list[RungRow]:
-        found = []
-        for point in self._points():
+        """Returns the row of each rung at the large problem, with and without a causal mask."""
+        kernel_rows = []
+        for point in measure.large_points(self._plan):
             for rung in self.chosen:
                 timed = next(
                     (row for row in rows if row.provider == rung.name and row.point == point and row.is_ok), None
                 )
                 counts = counted.get((rung.name, point.is_causal), Counters())
-                found.append(measure.rung_row(rung, point, self.variables, timed, roofs, counts, self.env))
-        return found
+                kernel_rows.append(measure.rung_row(rung, point, self.variables, timed, roofs, counts, self.env))
+        return kernel_rows
 
     def _hbm(self) -> list[HbmRow]:
-        """Device memory traffic by sequence length, of eager attention and of the last rung."""
-        large = measure.plan(self._dtype, False, self.options.head_dim).points[0]
+        """Returns the device memory traffic by sequence length of eager attention and of the last rung."""
+        large = measure.large_points(measure.plan(self._dtype, False, self.options.head_dim))[0]
         calls = [
             Call(name, replace(large, seqlen_q=seqlen, seqlen_k=seqlen), has_warm_up=name == "eager")
             for name in ("eager", self.chosen[-1].name)
             for seqlen in _HBM_SEQLENS
         ]
-        found = []
+        hbm_rows = []
         for call, (dram_bytes, num_kernels) in zip(calls, counters.device_bytes(calls, self.variables), strict=True):
             point = call.point
             shape = (point.dtype, point.batch, point.heads, point.seqlen_q, point.head_dim)
             scores = 4 * point.batch * point.heads * point.seqlen_q * point.seqlen_k
-            found.append(HbmRow(call.provider, *shape, num_kernels, dram_bytes, point.least_bytes(), scores, self.env))
-        return found
+            traffic = num_kernels, dram_bytes, point.least_bytes(), scores
+            hbm_rows.append(HbmRow(call.provider, *shape, *traffic, self.env))
+        return hbm_rows
 
 
 def _arch(name: str | None) -> Arch:
@@ -243,19 +252,20 @@ def _arch(name: str | None) -> Arch:
 
 
 def _list(chosen: Sequence[Rung], arch: Arch, variables: Variables, as_json: bool, head_dim: int) -> int:
-    """Lists the rungs and the resources of each on the architecture. Compiles them; needs no GPU."""
+    """Lists the rungs and the resources of each on the architecture, and returns the exit status. Compiles them; needs
+    no GPU."""
     console = make_console(as_json)
-    found, lines = list[dict[str, object]](), list[tuple[str, ...]]()
+    entries, lines = list[dict[str, object]](), list[tuple[str, ...]]()
     no_compiler = _no_compiler()
     for rung in chosen:
         if no_compiler:
-            found.append({"rung": rung.name, "title": rung.title})
+            entries.append({"rung": rung.name, "title": rung.title})
             lines.append((rung.name, "", "", "", "", "", "", rung.title))
             continue
         try:
             kernel = launcher.compile_rung(rung, head_dim, arch, variables)
         except (Unsupported, ValueError) as error:
-            found.append({"rung": rung.name, "title": rung.title, "refusal": str(error)})
+            entries.append({"rung": rung.name, "title": rung.title, "refusal": str(error)})
             lines.append((rung.name, "", "", "", "", "", "", str(error)))
             continue
         tile, resources = kernel.tile, kernel.resources
@@ -273,12 +283,12 @@ def _list(chosen: Sequence[Rung], arch: Arch, variables: Variables, as_json: boo
             "occupancy": kernel.occupancy,
             "arch": arch.name,
         }
-        found.append({"rung": rung.name, "title": rung.title, **vars(tile), **facts})
+        entries.append({"rung": rung.name, "title": rung.title, **vars(tile), **facts})
     show(console, replace(tables.kernel_table(lines), title=f"The ladder for {arch.name}, d={head_dim}"))
     if no_compiler:
         say(console, f"Not compiled, so that resources are not known. {no_compiler}")
     if as_json:
-        print(json.dumps({"rungs": found, "refusal": no_compiler}, indent=1))
+        print(json.dumps({"rungs": entries, "refusal": no_compiler}, indent=1))
     return 0
 
 

@@ -27,9 +27,9 @@ SMALL = Point(1, 1, 1, 512, 512, 64, 64)
 
 
 def plan(dtype: str, is_causal: bool | None, head_dim: int = LARGE.head_dim) -> Plan:
-    """The large problem and the lengths of the fast sweep, full, causal or both.
+    """Returns the large problem and the lengths of the fast sweep, full, causal or both (None).
 
-    The large problem comes first: its times show which providers to skip.
+    The large problem comes first, once for each mask: its times show which providers to skip.
     """
     masks = (False, True) if is_causal is None else (is_causal,)
     large, small = (replace(point, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim) for point in (LARGE, SMALL))
@@ -38,8 +38,14 @@ def plan(dtype: str, is_causal: bool | None, head_dim: int = LARGE.head_dim) -> 
     return Plan("ladder", f"ladder_{stem(dtype, head_dim)}", tuple(points))
 
 
+def large_points(ladder_plan: Plan) -> list[Point]:
+    """Returns the first problem of a plan, once for each mask: the large one, which is profiled."""
+    first = ladder_plan.points[0]
+    return [point for point in ladder_plan.points if replace(point, is_causal=first.is_causal) == first]
+
+
 def stem(dtype: str, head_dim: int) -> str:
-    """Returns what names of files have in common."""
+    """Returns what the names of the files of a run have in common."""
     return dtype + ("" if head_dim == LARGE.head_dim else f"_d{head_dim}")
 
 
@@ -57,24 +63,22 @@ def checked_dtype(name: str) -> str:
 
 
 def dtype_of(chosen_rungs: Sequence[Rung], only: str | None) -> str:
-    """The dtype of a run without --dtype: that of the rungs that --only names, else of the user's own kernel, else
-    fp32."""
-    found = list(dict.fromkeys(rung.dtype for rung in chosen_rungs))
+    """Returns the dtype of a run without --dtype: that of the rungs that --only names, else of the user's own kernel,
+    else fp32."""
+    dtypes = list(dict.fromkeys(rung.dtype for rung in chosen_rungs))
     if only is None:
         return next((rung.dtype for rung in chosen_rungs if rung.is_own), rungs.DTYPES[0])
-    if len(found) > 1:
-        raise value_error("--only", f"{only!r}, rungs of {' and '.join(found)}", "rungs of one dtype", "Add --dtype")
-    return found[0]
+    if len(dtypes) > 1:
+        raise value_error("--only", f"{only!r}, rungs of {' and '.join(dtypes)}", "rungs of one dtype", "Add --dtype")
+    return dtypes[0]
 
 
 def chosen(only: str | None, variables: Variables, dtype: str | None = None) -> list[Rung]:
-    """The rungs whose number or name is in `only`, or all of them; plus the user's own kernel, if any.
-
-    With `dtype` only those of it.
-    """
+    """Returns the rungs whose number or name is in `only`, or all of them, and the user's own kernel, if any; with
+    `dtype` only those of it."""
     known, own = rungs.rungs(), rungs.own(variables)
     if only is None:
-        found = list(known)
+        matching = list(known)
     else:
         words = [word.strip() for word in only.split(",") if word.strip()]
         by_word = {word: [rung for rung in known if word.zfill(2) in (rung.name, rung.name[:2])] for word in words}
@@ -82,13 +86,13 @@ def chosen(only: str | None, variables: Variables, dtype: str | None = None) -> 
         if unknown or not words:
             names = ", ".join(rung.name for rung in known)
             raise value_error("--only", repr(unknown[0] if unknown else only), f"{names}, or their numbers")
-        found = [rung for rung in known if any(rung in matches for matches in by_word.values())]
-    found = found if own is None else [*found, own]
+        matching = [rung for rung in known if any(rung in matches for matches in by_word.values())]
+    matching = matching if own is None else [*matching, own]
     if dtype is None:
-        return found
+        return matching
     if own is not None and own.dtype != dtype:
         raise value_error("--dtype", dtype, f"{own.dtype}, that of {own.path.name}")
-    of_dtype = [rung for rung in found if rung.dtype == dtype]
+    of_dtype = [rung for rung in matching if rung.dtype == dtype]
     if not of_dtype:
         raise value_error("--only", repr(only), f"rungs of {dtype}")
     return of_dtype
@@ -100,7 +104,7 @@ def rung_providers(variables: Variables, chosen_rungs: Sequence[Rung] | None = N
 
 
 def profiled_providers() -> list[Provider]:
-    """All providers that a child of profile.ncu can name."""
+    """Returns all providers that a child of profile.ncu can name."""
     return [*rung_providers(Variables.read()), *providers.providers()]
 
 
@@ -132,6 +136,7 @@ def rung_row(
     counted: Counters,
     env: Environment,
 ) -> RungRow:
+    """Returns the row of a rung at a point: its resources, its time if it was timed, its counters if they were read."""
     kernel = launcher.compile_rung(rung, point.head_dim, gpu.current_arch(), variables)
     resources, tile = kernel.resources, kernel.tile
     return RungRow(

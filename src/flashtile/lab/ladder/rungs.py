@@ -64,7 +64,7 @@ class Variables:
             )
         if function and not source:
             raise value_error(
-                "FLASH_KERNEL_FN", f"{function!r} alone", "it beside FLASH_KERNEL_SRC, the file that holds the kernel"
+                "FLASH_KERNEL_FN", f"{function!r} alone", "FLASH_KERNEL_SRC too, the file that holds the kernel"
             )
         return cls(
             debug == "1",
@@ -74,8 +74,13 @@ class Variables:
             function or None,
         )
 
+    @property
+    def change_kernels(self) -> bool:
+        """True if a variable but FLASH_DEBUG is set: what runs is not the ladder as it is."""
+        return self != Variables(is_debug=self.is_debug)
+
     def environment(self) -> dict[str, str]:
-        """The variables as a dictionary."""
+        """Returns the variables as a dictionary."""
         values = {
             "FLASH_DEBUG": "1" if self.is_debug else None,
             "FLASH_SMEM_KB": self.shared_kb,

@@ -37,7 +37,7 @@ def parse(words: Sequence[str]) -> Problems:
         if key not in (*_SIZES, "dtype", "pass") or not equals:
             raise value_error("problem", repr(word), f"words such as {_EXAMPLE}, and Hkv, Sq, Sk, dv, full")
         if key in given:
-            raise value_error("problem", f"{key} twice", "it once; a list is written S=1024,4096")
+            raise value_error("problem", f"{key} twice", "each word once; a list is written S=1024,4096")
         given[key] = _values(key, value)
     lists = {key: given.get(key, [default]) for key, default in _DEFAULTS.items()}
     lists |= {key: values for key, values in given.items() if key not in lists}

@@ -1,5 +1,6 @@
 "use strict";
-// Draws the charts of the page from the JSON beside them, as SVG. No library, nothing from the network.
+// Draws the charts of the page from the JSON beside them, as SVG. charts.py lists the keys that are read. No library,
+// nothing from the network.
 
 const SVG = "http://www.w3.org/2000/svg";
 const DARK_OF = {"#000000": "#e7eaee", "#0072B2": "#56a8e0", "#767676": "#a3acb7", "#009E73": "#2fc79a"};
