@@ -435,7 +435,7 @@ def test_nothing_to_check_is_not_a_success(put_in, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(put_in("lse"), "refuse", lambda problem, op: "it is closed today")
     result = invoke("--problems", "2", "--backends", "wrong")
     assert result.exit_code == 2
-    assert "Nothing was checked. wrong: it is closed today" in result.output
+    assert "Nothing was checked: wrong: it is closed today" in result.output
 
 
 class Deadly(TiledBackend):
