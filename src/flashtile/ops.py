@@ -265,6 +265,8 @@ def forward_by_python(args: AttentionArgs) -> tuple[Tensor, Tensor] | tuple[None
     problem = described or Problem.of(args)
     if is_checked := described is None and is_checking():
         check_values(args)
+        if native.has_plan(native.FORWARD):
+            return None, None
     backend = registry.select(problem, args.backend)
     if (described is not None or is_checked) and backend.plan_forward(args, problem):
         return None, None
@@ -304,6 +306,8 @@ def backward_by_python(
     needs, problem = GradNeeds(*flags), described or Problem.summary(asked, shape_of(asked))
     if is_checked := described is None and is_checking():
         check_values(args)
+        if native.has_plan(native.BACKWARD):
+            return NO_GRADS
     backend = registry.select(problem, args.backend, "backward")
     if (described is not None or is_checked) and backend.plan_backward(args, problem, needs, dlse is not None):
         return NO_GRADS

@@ -1382,11 +1382,41 @@ def test_checking_reads_lengths_in_every_call(served: list[str], monkeypatch: py
     assert len(served) == 1
     monkeypatch.setenv("FLASHTILE_CHECK", "1")
     monkeypatch.setattr(executor, "execute", None)  # C++ runs what has been checked
-    flashtile.attention_varlen(packed, packed, packed, cu, cu)
+    for _ in range(2):
+        flashtile.attention_varlen(packed, packed, packed, cu, cu)
     with pytest.raises(ValueError, match="never decrease"):
         flashtile.attention_varlen(packed, packed, packed, bad, bad)
     monkeypatch.setenv("FLASHTILE_CHECK", "0")
     flashtile.attention_varlen(packed, packed, packed, bad, bad)
+
+
+def test_checking_makes_a_plan_once(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHTILE_CHECK", "1")
+    q, k, v = make(1, 2, 3, 64, requires_grad=True)
+    longer = torch.randn(1, 2, 4000, 64, dtype=q.dtype)
+    for turn in range(3):
+        out = flashtile.attention(q, k, v, backend="cuda")
+        torch.autograd.grad(out.sum(), (q, k, v))
+        assert len(served) == 2, turn
+    flashtile.attention(q, longer, longer, backend="cuda")  # other kernels of the same plan, or another plan
+    found = len(served)
+    flashtile.attention(q, longer, longer, backend="cuda")
+    assert len(served) == found
+
+
+def test_a_call_of_too_many_key_tiles_takes_no_decode_kernel(
+    served: list[str],
+) -> None:
+    """In C++ and in Python: keys that are expanded over the batch."""
+    k = torch.empty(1, 1, 2**19, 64, dtype=torch.bfloat16)
+    for batch, is_decode in ((8, True), (2**18, False)):
+        q, keys = torch.empty(batch, 1, 1, 64, dtype=torch.bfloat16), k.expand(batch, 1, 2**19, 64)
+        flashtile.attention(q, keys, keys, backend="cuda")
+        assert ("decode" in served[-1]) == is_decode, served
+        assert len(served) == (1 if is_decode else 2)
+        with native.python_only():
+            flashtile.attention(q, keys, keys, backend="cuda")
+        assert served.pop() == served[-1]
 
 
 def test_the_deterministic_switch_counts_in_every_call(served: list[str], recorder: Recorder) -> None:

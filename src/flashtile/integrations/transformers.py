@@ -206,7 +206,7 @@ def attention_mask_for(
     )
     may_be_packed = batch_size == 1 and attention_mask is None and not allow_is_causal_skip
     is_needed = may_be_packed and not options.get("allow_is_bidirectional_skip")
-    if not is_needed or is_compiling() or torch.jit.is_tracing() or ops.num_dispatch_modes():
+    if not is_needed or is_compiling() or torch._C._get_tracing_state() is not None or ops.num_dispatch_modes():
         mask: Tensor | None = make()
         return mask
     return _UnreadMask((1, 1, q_length, kv_length), options.get("device"), make)
@@ -222,7 +222,7 @@ class _UnreadMask(Tensor):
     @staticmethod
     def __new__(cls, sizes: tuple[int, ...], device: Any, make: Callable[[], Tensor]) -> _UnreadMask:
         device = torch.get_default_device() if device is None else device
-        mask: _UnreadMask = Tensor._make_wrapper_subclass(cls, sizes, dtype=torch.bool, device=device)  # type: ignore[attr-defined]
+        mask: _UnreadMask = Tensor._make_wrapper_subclass(cls, sizes, dtype=torch.bool, device=device)
         mask.make, mask.made = make, None
         return mask
 
@@ -238,10 +238,10 @@ class _UnreadMask(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.read().__reduce_ex__(protocol)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @classmethod
-    def __torch_dispatch__(cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if operator is torch.ops.aten.detach.default:  # as checkpoints of activations do
             return cls(args[0].shape, args[0].device, args[0].read)
         return operator(*tree_map_only(cls, cls.read, args), **tree_map_only(cls, cls.read, kwargs or {}))

@@ -267,6 +267,16 @@ bool Plan::find_needed(const Call& call, std::vector<i32>& kernels, i64& kept_by
   return true;
 }
 
+bool Plan::is_complete(const Call& call) const {
+  i64 values[kMaxValues];
+  if (!takes(call) || !evaluate(call, values)) return false;
+  for (const Step& step : steps_) {
+    i64 blocks = step.kind == StepKind::kKernel ? num_blocks(step, values) : 0;
+    if (blocks < 0 || blocks > kMaxInt || (blocks > 0 && step.kernel == nullptr)) return false;
+  }
+  return std::none_of(workspaces_.begin(), workspaces_.end(), [](const Workspace& one) { return one.is_kept; });
+}
+
 void Plan::set_kernel(i32 place, void* kernel, std::string name) {
   for (Step& step : steps_) {
     if (step.kind != StepKind::kKernel || place-- != 0) continue;
