@@ -205,8 +205,8 @@ def attention_mask_for(
         **options,
     )
     may_be_packed = batch_size == 1 and attention_mask is None and not allow_is_causal_skip
-    is_needed = may_be_packed and not options.get("allow_is_bidirectional_skip")
-    if not is_needed or is_compiling() or torch._C._get_tracing_state() is not None or ops.num_dispatch_modes():
+    may_wait = may_be_packed and not options.get("allow_is_bidirectional_skip")
+    if not may_wait or is_compiling() or torch._C._get_tracing_state() is not None or ops.num_dispatch_modes():
         mask: Tensor | None = make()
         return mask
     return _UnreadMask((1, 1, q_length, kv_length), options.get("device"), make)
