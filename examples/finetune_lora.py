@@ -83,14 +83,13 @@ def padded(documents: list[Tensor]) -> tuple[dict[str, Any], Tensor]:
 
 
 def packed(documents: list[Tensor]) -> tuple[dict[str, Any], Tensor]:
-    """Returns the same for one row. The mask of ones says that there is no padding: without it transformers would make
-    a mask of rows x rows from the positions, which nobody reads."""
+    """Returns the same for one row."""
     tokens, lengths = torch.cat(documents)[None], torch.tensor([0, *map(len, documents)], device=documents[0].device)
     starts, longest = lengths.cumsum(0, dtype=torch.int32), max(map(len, documents))
     positions = torch.cat([torch.arange(len(document), device=tokens.device) for document in documents])[None]
     ends = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
     labels = torch.cat([F.pad(document[1:], (0, 1), value=-100) for document in documents])[None]
-    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "position_ids": positions, **ends}, labels
+    return {"input_ids": tokens, "position_ids": positions, **ends}, labels
 
 
 class Run:

@@ -244,8 +244,10 @@ def autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tens
 
 
 def autocast_dtype(q: Tensor) -> torch.dtype | None:
+    """Returns what the tensors of a call are cast to, or None. Autocast leaves float64 alone: where q is float64, no
+    tensor of the call is cast."""
     device = q.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
+    if q.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
 

@@ -220,14 +220,7 @@ NO_GRADS = Grads(None, None, None, None, None)
 
 
 def _forward(*values: Any) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    args = AttentionArgs(*values)
-    plain = plain_args(args)
-    if plain is args:
-        return forward_by_python(args)
-    validate(args)
-    with torch._C._AutoDispatchBelowAutograd():
-        out, lse = forward_op(*plain)
-    return out, lse
+    return forward_by_python(AttentionArgs(*values))
 
 
 DETERMINISTIC, NEEDS_GRAD = 1 << DENSE_SHIFTS["deterministic"], 1 << DENSE_SHIFTS["needs_grad"]
@@ -272,11 +265,13 @@ def forward_by_python(args: AttentionArgs) -> tuple[Tensor, Tensor] | tuple[None
     problem = described or Problem.of(args)
     if is_checked := described is None and is_checking():
         check_values(args)
+        if native.has_plan(native.FORWARD):
+            return None, None
     backend = registry.select(problem, args.backend)
     if (described is not None or is_checked) and backend.plan_forward(args, problem):
         return None, None
     out, lse = empty_outputs(args)
-    backend.forward(args, out, lse)
+    backend.forward(plain_args(args), out, lse)
     return out, lse
 
 
@@ -291,14 +286,8 @@ def _described(kind: int, args: AttentionArgs) -> Problem | None:
 def _backward(*values: Any) -> tuple[Tensor | None, ...]:
     dout, dlse, *middle, out, lse, needs = values
     args = AttentionArgs(*middle)
-    plain = plain_args(args)
-    if plain is args:
-        grads = backward_by_python(dout, dlse, args, out, lse, needs)
-        return grads if grads is NO_GRADS else as_outputs(args, grads)
-    split_backward(values)
-    with torch._C._AutoDispatchBelowAutograd():
-        *grads, dsinks = backward_op(dout, dlse, *plain, out, lse, needs)
-    return *grads, dsinks if args.sinks is None else dsinks.to(args.sinks.dtype)
+    grads = backward_by_python(dout, dlse, args, out, lse, needs)
+    return grads if grads is NO_GRADS else as_outputs(args, grads)
 
 
 def _backward_dense(dout: Tensor, *values: Any) -> tuple[Tensor | None, ...]:
@@ -317,11 +306,16 @@ def backward_by_python(
     needs, problem = GradNeeds(*flags), described or Problem.summary(asked, shape_of(asked))
     if is_checked := described is None and is_checking():
         check_values(args)
+        if native.has_plan(native.BACKWARD):
+            return NO_GRADS
     backend = registry.select(problem, args.backend, "backward")
     if (described is not None or is_checked) and backend.plan_backward(args, problem, needs, dlse is not None):
         return NO_GRADS
-    grads = empty_grads(args, needs)
-    backend.backward(args, dout, dlse, out, lse, grads)
+    plain = plain_args(args)
+    grads = empty_grads(plain, needs)
+    backend.backward(plain, dout, dlse, out, lse, grads)
+    if args.sinks is not None and grads.dsinks is not None:
+        grads = grads._replace(dsinks=grads.dsinks.to(args.sinks.dtype))
     return grads
 
 

@@ -12,7 +12,7 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -435,7 +435,7 @@ def test_nothing_to_check_is_not_a_success(put_in, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(put_in("lse"), "refuse", lambda problem, op: "it is closed today")
     result = invoke("--problems", "2", "--backends", "wrong")
     assert result.exit_code == 2
-    assert "Nothing was checked. wrong: it is closed today" in result.output
+    assert "Nothing was checked: wrong: it is closed today" in result.output
 
 
 class Deadly(TiledBackend):
@@ -477,6 +477,26 @@ def test_the_time_is_kept_after_a_death(clock: Clock) -> None:
     report = check_trials(trials, Settings([Deadly(clock)], "cpu", seed=4, jobs=2, seconds=1.0, clock=clock))
     assert report.is_time_over
     assert report.num_problems < 10
+
+
+def test_starting_the_workers_takes_nothing_of_the_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*arguments: object) -> Iterator[object]:
+        yield from as_done(*arguments)
+        clock.advance(100)
+
+    as_done = workers.as_done
+    monkeypatch.setattr(workers, "as_done", slow)
+    settings = Settings([Slow("none", clock)], "cpu", seed=4, jobs=2, seconds=20.0, clock=clock)
+    report = check_trials(draw(4, seed=4, direction="forward"), settings)
+    assert report.num_problems == 4
+    assert not report.is_time_over
+
+
+def test_a_check_of_nothing_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "check", lambda *_: Report(is_time_over=True))
+    result = invoke("--problems", "1", "--backends", "tiled")
+    assert result.exit_code == 2
+    assert "Nothing was checked: the time was over before a first problem was judged" in " ".join(result.output.split())
 
 
 def test_a_worker_says_that_no_time_was_left() -> None:

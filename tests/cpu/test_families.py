@@ -82,7 +82,7 @@ def test_what_the_hopper_forward_refuses(changes: dict[str, object], reason: str
     assert families.find("fwd_sm90").refuse(change(**changes)) == reason
 
 
-FEW = next(which for which in families.find("decode_sm90").length_classes)
+FEW, *_, MANY = families.find("decode_sm90").length_classes
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,8 @@ FEW = next(which for which in families.find("decode_sm90").length_classes)
         ({}, None),
         ({"has_band": True, "has_softcap": True, "has_alibi": True, "has_lengths": True, "is_paged": True}, None),
         ({"classes": ((FEW, 0),)}, "more queries than fit a tile of 64 rows with the heads that share a KV head"),
+        ({"classes": ((FEW, 4), (MANY, 1))}, "more key tiles than it numbers in 32 bits"),
+        ({"classes": ((FEW, 4), (MANY, 1)), "has_lengths": True}, None),
         ({"heads_disjoint": False}, "heads of q that share memory: a TMA box has no stride of 0"),
         ({"heads_disjoint": False, "classes": ((FEW, 1),)}, None),
         ({"bias_dtype": "float32"}, "a bias"),
@@ -109,7 +111,7 @@ def test_what_the_hopper_decode_refuses(changes: dict[str, object], reason: str 
 def test_one_query_and_16_rows_take_the_decode_family(is_large: int) -> None:
     """More rows do not: there the forward is as fast. Nor do fewer keys, until they are measured. Both in pages and out
     of them."""
-    _, one, fastest, short = families.find("decode_sm90").length_classes
+    _, one, fastest, short, _ = families.find("decode_sm90").length_classes
     for pages in ({}, {"is_paged": True}, {"is_paged": True, "has_lengths": True}, {"has_lengths": True}):
         taken = (((0, 0, 0), False), ((1, 0, 1), True), ((0, 4, 0), True), ((0, 4, 1), False))
         for values, is_taken in taken:
@@ -126,6 +128,16 @@ def test_which_calls_have_16_rows(heads: int, heads_kv: int, seqlen_q: int, rows
     fastest = families.find("decode_sm90").length_classes[2]
     shape = Shape(batch=2, heads=heads, heads_kv=heads_kv, seqlen_q=seqlen_q, seqlen_k=100, head_dim=64, head_dim_v=64)
     assert bool(fastest.of(shape, 132)) == rows
+
+
+@pytest.mark.parametrize(("batch", "is_many"), [(7 * 2**16, False), (7 * 2**16 + 1, True), (2**40, True)])
+def test_which_calls_have_too_many_key_tiles_for_decode(batch: int, is_many: bool) -> None:
+    """Keys that are expanded take no memory. The limit is that of the kernel."""
+    header = (Path(families.__file__).parent / "decode_sm90" / "schedule.cuh").read_text()
+    assert f"kMaxUnits = {MANY.most >> 28} << 28;" in header
+    shape = Shape(batch, heads=128, heads_kv=1, seqlen_q=1, seqlen_k=2**17 - 63, head_dim=64, head_dim_v=64)
+    assert bool(MANY.of(shape, 132)) == is_many
+    assert {MANY.tile_keys} == {row.streamed for row in families.find("decode_sm90").rows("decode_sm90", change())}
 
 
 def test_simt_takes_every_dtype_on_every_arch() -> None:

@@ -12,6 +12,7 @@ from flashtile.plans.length_class import (
     KeySteps,
     LongLengths,
     LongShares,
+    ManyKeyTiles,
     ManyRows,
     ManyScores,
     PackedHeads,
@@ -32,6 +33,7 @@ CLASSES = (
     *(ShortLengths(64, 64), ShortLengths(2**31 - 1, 1)),
     *(ManyRows(64), ManyRows(3)),
     *(KeySteps(208, 512, 1024), KeySteps(4, 4, 4)),
+    *(ManyKeyTiles(64, 64, 7 << 28), ManyKeyTiles(64, 17, 1000), ManyKeyTiles(3, 1, 1)),
     *(LongLengths(16, 208), LongLengths(1024, 1), LongShares(16, 64, 208), LongShares(1, 17, 4096)),
 )
 LENGTHS = (
@@ -75,8 +77,8 @@ def test_python_and_cpp_agree() -> None:
             assert of(serialized, sizes_of_call, num_multiprocessors) == expected, shape
 
 
-def test_many_scores_beyond_64_bits() -> None:
-    classes = tuple(ManyScores(log2) for log2 in (1, 10, 20, 31, 40, 62))
+def test_sums_beyond_64_bits() -> None:
+    classes = *(ManyScores(log2) for log2 in (1, 10, 20, 31, 40, 62)), ManyKeyTiles(64, 64, 7 << 28)
     for batch, heads, rows, keys in itertools.product(
         (1, 2, 2**20), (1, 8), (1, 2**10, 2**31 - 1), (1, 2**10, 2**31 - 1)
     ):
@@ -88,7 +90,17 @@ def test_many_scores_beyond_64_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [(10, 1, 1, 1), (-1, 1, 1, 1), (0, 0, 0, 0), (1, 256, 64, 0), (1, 64, 0, 0), (2, 64, 0, 5), (3, 63, 0, 0)]
+    "wrong",
+    [
+        (11, 1, 1, 1),
+        (10, 1, 0, 1),
+        (-1, 1, 1, 1),
+        (0, 0, 0, 0),
+        (1, 256, 64, 0),
+        (1, 64, 0, 0),
+        (2, 64, 0, 5),
+        (3, 63, 0, 0),
+    ],
 )
 def test_what_is_no_length_class_is_refused(wrong: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="no length class"):

@@ -146,7 +146,7 @@ def differences(
 
 
 def is_copied(operand: plans.Operand, launch: Launch) -> bool:
-    return operand.strides in executor.COPIED and not executor.is_fitting(operand, launch.tensors[operand.name])
+    return not executor.is_fitting(operand, launch.tensors[operand.name])
 
 
 def problems(seed: int) -> Iterator[tuple[Case, int, bool]]:
@@ -816,7 +816,7 @@ def test_angles_of_two_dtypes_are_read_as_one(recorder: Recorder) -> None:
         tensors = executor.prepare(launch.plan, launch.tensors)
         assert tensors["rotary_cos"].dtype == tensors["rotary_sin"].dtype == torch.float32
         assert ", float," in launch.plan.steps[0].entry  # type: ignore[union-attr]
-        assert by_cpp(recorder, ops.append_kv, args, launch) is None
+        assert by_cpp(recorder, ops.append_kv, args, launch) is not None
 
 
 def set_at(index: int, number: int) -> Callable[[list[int]], list[int]]:
@@ -1013,16 +1013,36 @@ def test_a_kernel_that_was_not_needed_yet_is_made_when_it_is(served: list[str]) 
     assert len(served) == 2
 
 
-def test_small_tensors_are_copied_for_cpp(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpp_copies_small_tensors(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "execute", None)
     q, k, v = make(1, 2, 3, 64, requires_grad=True)
     sinks = torch.rand(2, 2, dtype=torch.bfloat16)[:, 0].requires_grad_()
     for turn in range(2):
+        before = native._module().num_fallbacks()
         out = flashtile.attention(q, k, v, alibi_slopes=torch.rand(4)[::2], sinks=sinks)
         *_, dsinks = torch.autograd.grad(out.sum(), (q, k, v, sinks))
         assert (dsinks.shape, dsinks.dtype, len(served)) == ((2,), torch.bfloat16, 2), turn
+        assert native._module().num_fallbacks() - before == (0 if turn else 2)
     with pytest.raises(TypeError, match="sinks: got int32"):
         flashtile.attention(q, k, v, sinks=torch.ones(4, dtype=torch.int32)[::2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_small_tensors_of_any_form_on_the_cpu(dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(2, 4, 9, 16, dtype=dtype) for _ in range(3))
+    dout = torch.randn_like(q)
+    results = []
+    for form in (lambda x: x, lambda x: x.repeat_interleave(2)[::2], lambda x: x.to(q.dtype), lambda x: x):
+        slopes, sinks = torch.tensor([0.5, 0.25, 0.125, 1]), torch.tensor([1.0, -1, 0.5, 2])
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)] + [form(sinks).requires_grad_()]
+        for _ in range(2):
+            out = flashtile.attention(*leaves[:3], alibi_slopes=form(slopes), sinks=leaves[3], backend="cpu")
+            grads = torch.autograd.grad(out, leaves, dout)
+        assert grads[3].dtype == leaves[3].dtype
+        results.append((out, *grads[:3], grads[3].to(q.dtype)))
+    for result in results[1:]:
+        for one, other in zip(result, results[0], strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def test_flags_of_a_join_are_kept_zeros_of_one_stream_and_capture(served: list[str], recorder: Recorder) -> None:
@@ -1362,11 +1382,41 @@ def test_checking_reads_lengths_in_every_call(served: list[str], monkeypatch: py
     assert len(served) == 1
     monkeypatch.setenv("FLASHTILE_CHECK", "1")
     monkeypatch.setattr(executor, "execute", None)  # C++ runs what has been checked
-    flashtile.attention_varlen(packed, packed, packed, cu, cu)
+    for _ in range(2):
+        flashtile.attention_varlen(packed, packed, packed, cu, cu)
     with pytest.raises(ValueError, match="never decrease"):
         flashtile.attention_varlen(packed, packed, packed, bad, bad)
     monkeypatch.setenv("FLASHTILE_CHECK", "0")
     flashtile.attention_varlen(packed, packed, packed, bad, bad)
+
+
+def test_checking_makes_a_plan_once(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHTILE_CHECK", "1")
+    q, k, v = make(1, 2, 3, 64, requires_grad=True)
+    longer = torch.randn(1, 2, 4000, 64, dtype=q.dtype)
+    for turn in range(3):
+        out = flashtile.attention(q, k, v, backend="cuda")
+        torch.autograd.grad(out.sum(), (q, k, v))
+        assert len(served) == 2, turn
+    flashtile.attention(q, longer, longer, backend="cuda")  # other kernels of the same plan, or another plan
+    found = len(served)
+    flashtile.attention(q, longer, longer, backend="cuda")
+    assert len(served) == found
+
+
+def test_a_call_of_too_many_key_tiles_takes_no_decode_kernel(
+    served: list[str],
+) -> None:
+    """In C++ and in Python: keys that are expanded over the batch."""
+    k = torch.empty(1, 1, 2**19, 64, dtype=torch.bfloat16)
+    for batch, is_decode in ((8, True), (2**18, False)):
+        q, keys = torch.empty(batch, 1, 1, 64, dtype=torch.bfloat16), k.expand(batch, 1, 2**19, 64)
+        flashtile.attention(q, keys, keys, backend="cuda")
+        assert ("decode" in served[-1]) == is_decode, served
+        assert len(served) == (1 if is_decode else 2)
+        with native.python_only():
+            flashtile.attention(q, keys, keys, backend="cuda")
+        assert served.pop() == served[-1]
 
 
 def test_the_deterministic_switch_counts_in_every_call(served: list[str], recorder: Recorder) -> None:

@@ -287,6 +287,21 @@ def test_autocast_casts_as_torch_does(seed: int) -> None:
         assert flashtile.attention(q.double(), k.double(), v.double(), backend="tiled").dtype == torch.float64
 
 
+def test_autocast_leaves_calls_with_float64_queries_alone(seed: int) -> None:
+    q, k, v = (torch.randn(1, 2, 9, 8, dtype=torch.float64) for _ in range(3))
+    bias = torch.randn(9, 9)
+    expected = flashtile.attention(q, k, v, bias=bias)
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(flashtile.attention(q, k, v, bias=bias), expected)
+        assert torch.equal(flashtile.scaled_dot_product_attention(q, k, v, bias), expected)
+        ends = torch.tensor([0, 9], dtype=torch.int32)
+        in_one = flashtile.attention_varlen(*packed, ends, ends, bias=bias)
+        torch.testing.assert_close(in_one.transpose(0, 1)[None], expected)
+        with pytest.raises(TypeError, match="k: got float32; accepted: float64, as q"):
+            flashtile.attention(q, k.float(), v)
+
+
 def test_causal_meets_in_the_corner_that_is_named(seed: int) -> None:
     q, k, v = torch.randn(1, 1, 3, 8), torch.randn(1, 1, 5, 8), torch.randn(1, 1, 5, 8)
     last_sees_all = torch.ones(3, 5, dtype=torch.bool).tril(2)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
-from transformers.masking_utils import create_chunked_causal_mask
+from transformers.masking_utils import create_chunked_causal_mask, sdpa_mask
 from transformers.models.bert import BertConfig, BertForMaskedLM
 from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
 from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
@@ -309,6 +311,44 @@ def test_packed_sequences(way: str, name: str) -> None:
         packed |= {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": 9, "max_length_k": 9}
     results = run(model, "flashtile", packed, use_cache=False)  # with a cache transformers does not look for sequences
     torch.testing.assert_close(results, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("is_reentrant", [True, False])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_packed_sequences_train_without_a_stored_mask(
+    name: str, is_reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = made(MODELS[name]).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": is_reentrant})
+    ids, positions = torch.randint(3, VOCABULARY, (1, 21)), torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    lengths = torch.tensor([0, *LENGTHS]).cumsum(0)
+    bounds = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": 9, "max_length_k": 9}
+    made_masks = []
+    monkeypatch.setattr(ours, "sdpa_mask", lambda **options: made_masks.append(sdpa_mask(**options)) or made_masks[-1])
+    given = {"input_ids": ids, "position_ids": positions}
+    results = {}
+    for way, more in (("bounds", bounds), ("positions", {})):
+        results[way] = differentiated(model, "flashtile", given | more, use_cache=False)
+        assert len(made_masks) == (way == "positions")
+    assert_equal(results["bounds"], results["positions"])
+
+
+def test_a_mask_that_is_made_when_it_is_read() -> None:
+    def make() -> Any:
+        options = {"batch_size": 1, "q_length": 5, "kv_length": 5, "allow_is_causal_skip": False}
+        return ours.attention_mask_for(**options, config=None)
+
+    expected = torch.ones(5, 5, dtype=torch.bool).tril()[None, None]
+    mask = make()
+    assert type(mask) is not torch.Tensor
+    assert (mask.shape, mask.dtype, mask.device) == (expected.shape, torch.bool, expected.device)
+    assert torch.equal(mask[:, :, 1:], expected[:, :, 1:])
+    assert type(mask[:, :, 1:]) is torch.Tensor
+    assert torch.equal(torch.where(make(), 0.0, 1.0), (~expected).float())
+    assert torch.equal(copy.deepcopy(make()), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(make())), expected)
+    mask &= torch.zeros(5, dtype=torch.bool)
+    assert not mask.any()
 
 
 def test_float_masks_are_added() -> None:

@@ -76,7 +76,16 @@ def check_documents(model: Any, ids: torch.Tensor, positions: torch.Tensor, mine
                 model(input_ids=ids[:, first:end], position_ids=positions[:, first:end], use_cache=False).logits
             )
         given: dict[str, Any] = {"input_ids": mine[0], "position_ids": mine[2], "use_cache": False}
+        restarting = {**given, "position_ids": mine[2] % 3}
+        with (
+            distributed.context_parallel(seqlen=29, strategy="ring"),
+            pytest.raises(flashtile.Unsupported, match="position_ids: got positions that start again"),
+        ):
+            model(**restarting)
+        with distributed.context_parallel(seqlen=29, strategy="ring", cu_seqlens=()):
+            model(**restarting)
         with distributed.context_parallel(seqlen=29, strategy="ring"):
+            model(**restarting, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
             by_call = model(**given, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds.clone()).logits
             with pytest.raises(flashtile.Unsupported, match="cu_seq_lens_k: got other bounds"):
                 model(**given, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds.flip(0))

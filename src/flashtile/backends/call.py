@@ -35,8 +35,8 @@ _INDICES = ("rng_state", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k
 
 
 def plain_args(args: AttentionArgs) -> AttentionArgs:
-    """The arguments with copies of small tensors that C++ does not read as they are; the same object where it reads all
-    of them."""
+    """The arguments with contiguous copies of small tensors, those of a head in the dtype of statistics, as backends
+    read them; the same object where all are so."""
     real = torch.float64 if args.q.dtype == torch.float64 else torch.float32
     given = {name: getattr(args, name) for name in (*_PER_HEAD, *_INDICES)}
     plain = {

@@ -95,15 +95,6 @@ def is_fitting(operand: Operand, tensor: Tensor) -> bool:
     return operand.strides == "any" or tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
 
 
-def is_in_place(plan: LaunchPlan, tensors: Mapping[str, Tensor]) -> bool:
-    """True if no small tensor of a call, such as sinks, needs a copy, which C++ does not make."""
-    for operand in plan.operands:
-        tensor = tensors.get(operand.name) if operand.strides == "contiguous" else None
-        if tensor is not None and not is_fitting(operand, tensor):
-            return False
-    return True
-
-
 def has_pairs(tensor: Tensor) -> bool:
     """Pairs of elements of a row lie on 4-byte boundaries, or there is one row alone in memory, or rows that overlap:
     copies of those may be thousands of times as large."""

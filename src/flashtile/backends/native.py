@@ -185,6 +185,13 @@ def described(kind: int, args: AttentionArgs) -> Problem | None:
     return Problem.summary(args, Shape(*shape), Facts._make((*facts, classes and (op, classes))))
 
 
+def has_plan(kind: int) -> bool:
+    """True if C++ has a plan for the call of this thread that waits for one. It makes the call when the Python kernel
+    returns."""
+    module = _module()
+    return module is not None and module.has_plan(kind)
+
+
 def register_plan(
     kind: int, plan: LaunchPlan, num_multiprocessors: int = 1, arch: str = "", device_index: int = 0
 ) -> bool:

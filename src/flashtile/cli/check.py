@@ -138,7 +138,7 @@ class Command:
             reasons = [f"{name}: {reason}" for name, found in report.refused.items() for reason in found]
             if report.is_time_over and not report.num_problems:
                 reasons.append("the time was over before a first problem was judged; pass a larger --seconds")
-            say(self.console, "Nothing was checked. " + "; ".join(reasons), "red")
+            say(self.console, "Nothing was checked: " + "; ".join(reasons), "red")
         is_whole = has_result and not report.is_interrupted
         name = f"check_{self.settings.kind}.json" if self.settings.kind else "check.json"
         self._keep(self._file(name), {"seed": self.settings.seed, **report.as_dict()}, is_whole)

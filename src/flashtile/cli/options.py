@@ -76,7 +76,9 @@ class CheckOptions:
     problems: Annotated[
         int | None, typer.Option(help="Number of problems. Default: 200, or as many as --seconds allows.")
     ] = None
-    seconds: Annotated[float | None, typer.Option(help="End after this time, whatever is running.")] = None
+    seconds: Annotated[
+        float | None, typer.Option(help="End so long after the workers have started, whatever is running.")
+    ] = None
     seed: Annotated[int | None, typer.Option(help="Seed of the problems. Default: a random one, which is shown.")] = (
         None
     )

@@ -15,6 +15,7 @@ over all of them, within the documents that cu_seq_lens_q or `context_parallel(c
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 import sys
@@ -24,11 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
+from flashtile import ops
 from flashtile.api import attention, attention_varlen
 from flashtile.errors import unsupported, value_error
+from flashtile.problem import is_checking
 
 current: Callable[[], Any] = lambda: None  # noqa: E731, without torch.distributed there are no ranks
 if torch.distributed.is_available():
@@ -171,7 +175,7 @@ def attention_mask_for(
 ) -> Tensor | None:
     """Makes a mask as transformers' `sdpa_mask` does: (batch, 1, queries, keys), True = attend, or None where the
     attention function masks by itself. None also for causal windows and under torch.compile, where `sdpa_mask` stores
-    the whole mask."""
+    the whole mask. One row of the batch may hold packed sequences: its mask is stored when it is read."""
     if current() is not None:
         _check_over_ranks(attention_mask, q_length, kv_length)
         return None
@@ -187,7 +191,8 @@ def attention_mask_for(
         and _hides_nothing(attention_mask, kv_length)
     ):
         return None
-    mask: Tensor | None = sdpa_mask(
+    make = functools.partial(
+        sdpa_mask,
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -199,7 +204,47 @@ def attention_mask_for(
         config=config,
         **options,
     )
-    return mask
+    may_be_packed = batch_size == 1 and attention_mask is None and not allow_is_causal_skip
+    may_wait = may_be_packed and not options.get("allow_is_bidirectional_skip")
+    if not may_wait or is_compiling() or torch._C._get_tracing_state() is not None or ops.num_dispatch_modes():
+        mask: Tensor | None = make()
+        return mask
+    return _UnreadMask((1, 1, q_length, kv_length), options.get("device"), make)
+
+
+class _UnreadMask(Tensor):
+    """A mask that is made when something reads it. The attention function does not where it gets the bounds of packed
+    sequences, and the mask of many rows would take more memory than all else."""
+
+    make: Callable[[], Tensor]
+    made: Tensor | None
+
+    @staticmethod
+    def __new__(cls, sizes: tuple[int, ...], device: Any, make: Callable[[], Tensor]) -> _UnreadMask:
+        device = torch.get_default_device() if device is None else device
+        mask: _UnreadMask = Tensor._make_wrapper_subclass(cls, sizes, dtype=torch.bool, device=device)
+        mask.make, mask.made = make, None
+        return mask
+
+    def read(self) -> Tensor:
+        """Returns the mask as a plain tensor, made once."""
+        if self.made is None:
+            self.made = self.make()
+        return self.made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.read(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.read().__reduce_ex__(protocol)
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if operator is torch.ops.aten.detach.default:  # as checkpoints of activations do
+            return cls(args[0].shape, args[0].device, args[0].read)
+        return operator(*tree_map_only(cls, cls.read, args), **tree_map_only(cls, cls.read, kwargs or {}))
 
 
 def _check_over_ranks(padding: Tensor | None, q_length: int, kv_length: int) -> None:
@@ -256,6 +301,8 @@ def attention_forward(
             module, query, key, value, lengths, options, sliding_window, is_decoder, position_bias, shared
         ), None
 
+    if isinstance(attention_mask, _UnreadMask):
+        attention_mask = attention_mask.read()
     # Without a mask a decoder is causal from the top left: rows of a static cache behind the queries are empty. A
     # single query sees every key
     num_queries, num_keys = query.shape[2], key.shape[2]
@@ -317,17 +364,33 @@ def _over_ranks(
     for name, tensor in zip(("attention_mask", "position_bias"), masks, strict=True):
         if tensor is not None:
             raise unsupported(name, "a tensor inside context_parallel", "None")
+    context = current()
+    assert context is not None
     documents, of_keys = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
+    if documents is None and context.cu_seqlens is None:
+        _check_one_document(options.get("position_ids"))
     if isinstance(documents, Tensor):
         if isinstance(of_keys, Tensor) and of_keys is not documents and not torch.equal(of_keys, documents):
             raise unsupported("cu_seq_lens_k", "other bounds than cu_seq_lens_q inside context_parallel", "the same")
         documents = documents.to(torch.int32)
-    context = current()
-    assert context is not None
     window = _window(module, sliding_window, is_decoder, context.seqlen or sys.maxsize, is_masked=False)
     causal = "top_left" if is_decoder else False
     out = context.attend(query, key, value, causal=causal, window=window, cu_seqlens=documents, **shared)
     return out.transpose(1, 2), None
+
+
+def _check_one_document(positions: Any) -> None:
+    """Raises where the positions of this rank's rows do not rise: they are those of several documents, which would
+    attend to each other. Positions on a GPU are read under FLASHTILE_CHECK=1 alone."""
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or is_compiling():
+        return
+    if (positions.device.type == "cpu" or is_checking()) and bool((positions.diff() <= 0).any()):
+        raise unsupported(
+            "position_ids",
+            "positions that start again, without the bounds of the documents, inside context_parallel",
+            "the bounds too: cu_seq_lens_q and cu_seq_lens_k, or context_parallel(cu_seqlens=...)",
+            "Where the rows are one document, pass context_parallel(cu_seqlens=())",
+        )
 
 
 def _packed(

@@ -115,6 +115,23 @@ class ManyRows(LengthClass):
 
 
 @dataclass(frozen=True)
+class ManyKeyTiles(LengthClass):
+    """1 where the tiles of `tile_keys` keys make more than `most` over all sequences and all tiles of `tile_rows` rows
+    that the heads of a query take (`packed_heads`)."""
+
+    tile_rows: int
+    tile_keys: int
+    most: int
+
+    code = 10
+    constants = (0,)  # what takes calls of 1 is in use elsewhere
+
+    def of(self, shape: Shape, num_multiprocessors: int) -> int:
+        row_tiles = shape.batch * shape.heads_kv * packed_heads(shape, self.tile_rows)[1]
+        return int(row_tiles * -(-shape.seqlen_k // self.tile_keys) > self.most)
+
+
+@dataclass(frozen=True)
 class RaggedQueries(LengthClass):
     """1 where blocks of `large` queries would hold over `percent` percent of the rows that blocks of `small` would."""
 

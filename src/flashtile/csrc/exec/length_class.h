@@ -28,6 +28,7 @@ enum class LengthClassKind : i64 {
   kLongLengths,
   kLongShares,
   kManyRows,
+  kManyKeyTiles,
   kCount
 };
 
@@ -88,6 +89,11 @@ inline u8 length_class(const LengthClass& of, const Shape& shape, i64 num_multip
     }
     case LengthClassKind::kManyRows:  // a: rows of a tile
       return saturating_product(shape.expected_q, packed_heads(shape, of.a).heads) > of.a;
+    case LengthClassKind::kManyKeyTiles: {  // a: rows of a tile; b: keys of a tile; c: tiles at most
+      i64 rows =
+          saturating_product(saturating_product(shape.heads_kv, packed_heads(shape, of.a).num_tiles), shape.batch);
+      return saturating_product(rows, divide_up(shape.seqlen_k, of.b)) > of.c;
+    }
     case LengthClassKind::kKeySteps: {  // a, b, c: keys at most, of a single tile, of some, and of all
       if (shape.expected_k > of.c) return 0;
       if (shape.expected_k > of.a) return shape.expected_k <= of.b ? 254 : 255;

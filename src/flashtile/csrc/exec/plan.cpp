@@ -267,6 +267,16 @@ bool Plan::find_needed(const Call& call, std::vector<i32>& kernels, i64& kept_by
   return true;
 }
 
+bool Plan::is_complete(const Call& call) const {
+  i64 values[kMaxValues];
+  if (!takes(call) || !evaluate(call, values)) return false;
+  for (const Step& step : steps_) {
+    i64 blocks = step.kind == StepKind::kKernel ? num_blocks(step, values) : 0;
+    if (blocks < 0 || blocks > kMaxInt || (blocks > 0 && step.kernel == nullptr)) return false;
+  }
+  return std::none_of(workspaces_.begin(), workspaces_.end(), [](const Workspace& one) { return one.is_kept; });
+}
+
 void Plan::set_kernel(i32 place, void* kernel, std::string name) {
   for (Step& step : steps_) {
     if (step.kind != StepKind::kKernel || place-- != 0) continue;
@@ -278,7 +288,9 @@ void Plan::set_kernel(i32 place, void* kernel, std::string name) {
 
 bool Plan::takes(const Call& call) const {
   for (const Operand& operand : operands_) {
-    if (operand.like < 0 && !is_fitting(operand, call.tensors[operand.tensor])) return false;
+    const View& tensor = call.tensors[operand.tensor];
+    if (operand.like >= 0 || is_fitting(operand, tensor)) continue;
+    if (!tensor.is_given() || (operand.is_written && operand.layout != Layout::kContiguous)) return false;
   }
   return true;
 }
@@ -287,6 +299,13 @@ bool Plan::stage(Call& call, Filled& filled) const {
   for (const Operand& operand : operands_) {
     View& view = call.tensors[operand.tensor];
     if (operand.like >= 0) continue;
+    if (!is_fitting(operand, view)) {
+      Staged& staged = filled.staged.emplace_back(Staged{operand.tensor, operand.is_written, view, Owned()});
+      if (operand.dtype != Dtype::kNone) view.dtype = operand.dtype;
+      view.make_contiguous();
+      if (!staged.memory.allocate(view)) return call.note_no_memory();
+      continue;
+    }
     bool is_odd = operand.layout == Layout::kAligned ? !view.is_aligned16()
                                                      : operand.layout == Layout::kPairs && !has_pairs(view);
     if (!is_odd) continue;
@@ -487,7 +506,7 @@ Outcome Plan::launch(const Call& call, Owned* owned, const Driver& driver, Fille
       const View &copy = call.tensors[staged.tensor], &original = staged.original;
       if (staged.is_written != is_written) continue;
       if (!(is_written ? copy_elements(copy, original) : copy_elements(original, copy))) {
-        failure = {-1, "a copy of rows that are not aligned"};
+        failure = {-1, "a copy of a tensor that kernels cannot use where it is"};
         return false;
       }
     }

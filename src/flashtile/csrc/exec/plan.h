@@ -126,7 +126,7 @@ struct Failure {
 
 enum class Outcome { kDone, kFallback, kIncomplete, kFailed };
 
-// Memory with aligned rows that stands in a call for a tensor without.
+// Memory that stands in a call for a tensor that kernels cannot read or write where it is.
 struct Staged {
   i32 tensor;
   bool is_written;
@@ -153,9 +153,11 @@ class Plan {
   // Finds the kernels that a call launches, by their places among the plan's kernels, and the bytes of its kept
   // workspace. False where Python has to handle the call.
   bool find_needed(const Call& call, std::vector<i32>& kernels, i64& kept_bytes) const;
+  // Everything is there that the call needs. False where a workspace is kept: it may have to grow.
+  bool is_complete(const Call& call) const;
   // A kernel by its place among the plan's kernels. Throws std::out_of_range where there is none.
   void set_kernel(i32 place, void* kernel, std::string name);
-  // Every tensor can be read and written in place, or staged.
+  // Every tensor can be read and written in place, or staged: as a contiguous copy, or with aligned rows.
   bool takes(const Call& call) const;
   // Fills in everything and launches nothing. `owned` are the tensors that the call writes. With kFallback, and with
   // kIncomplete (a kernel is not compiled yet), Python has to handle the call.

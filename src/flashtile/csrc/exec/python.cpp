@@ -120,6 +120,18 @@ PyObject* draft_plan(PyObject*, PyObject* args) {
   return places == nullptr ? nullptr : Py_BuildValue("NL", places, static_cast<long long>(kept_bytes));
 }
 
+// (pass): whether C++ has a plan for the call that waits, with all that it needs. C++ then makes the call when Python
+// returns.
+PyObject* has_plan(PyObject*, PyObject* args) {
+  int pass = 0;
+  if (!PyArg_ParseTuple(args, "i", &pass)) return nullptr;
+  Request* request = waiting_request(pass);
+  if (request == nullptr) Py_RETURN_FALSE;
+  std::shared_ptr<const Plan> plan = executor().plans.find(request->key);
+  request->is_planned = plan != nullptr && plan->is_complete(request->call);
+  return Py_NewRef(request->is_planned ? Py_True : Py_False);
+}
+
 // (pass, a tuple of (place, address, name) of the kernels): registers the plan of `draft_plan` with these kernels. C++
 // makes the call when Python returns.
 PyObject* register_plan(PyObject*, PyObject* args) {
@@ -190,6 +202,7 @@ i32 read_classes(PyObject* tuple, LengthClass (&classes)[kMaxLengthClasses]) {
     bool is_right = kind >= 0 && known < LengthClassKind::kCount && a > 0;
     if (known == LengthClassKind::kPackedHeads) is_right = is_right && a <= 255 && b > 0;
     if (known == LengthClassKind::kRaggedQueries) is_right = is_right && b > 0;
+    if (known == LengthClassKind::kManyKeyTiles) is_right = is_right && b > 0;
     if (known == LengthClassKind::kManyScores) is_right = is_right && a < 63;
     if (!is_right) {
       PyErr_Format(PyExc_ValueError, "no length class: (%lld, %lld, %lld, %lld)", kind, a, b, c);
@@ -277,6 +290,7 @@ PyMethodDef kMethods[] = {
     {"waiting_call", waiting_call, METH_VARARGS, nullptr},
     {"draft_plan", draft_plan, METH_VARARGS, nullptr},
     {"register_plan", register_plan, METH_VARARGS, nullptr},
+    {"has_plan", has_plan, METH_VARARGS, nullptr},
     {"add_kept_zeros", add_kept_zeros, METH_VARARGS, nullptr},
     {"clear_plans", clear_plans, METH_NOARGS, nullptr},
     {"num_plans", num_plans, METH_NOARGS, nullptr},

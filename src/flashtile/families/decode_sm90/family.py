@@ -8,7 +8,7 @@ from typing import ClassVar
 from flashtile.families.base import Family, Launch, tile_step
 from flashtile.families.steps import query_grid
 from flashtile.families.tiles import Kernel, Row
-from flashtile.plans.length_class import PACKED_ROWS, FewQueries, ShortLengths
+from flashtile.plans.length_class import PACKED_ROWS, FewQueries, ManyKeyTiles, ShortLengths
 from flashtile.plans.params import Params
 from flashtile.plans.plan import Factor, MapPatch, SplitRule, Step, Workspace
 from flashtile.plans.spec import CallLayout, Features, PlanKey
@@ -16,6 +16,7 @@ from flashtile.plans.spec import CallLayout, Features, PlanKey
 _FEW = FewQueries(PACKED_ROWS, 1)
 _ONE = ShortLengths(1, 2**31 - 1)  # one query
 _FASTEST, _SHORT = FewQueries(16, 1, is_one_head_tile=True), ShortLengths(16, 4095)  # at most 16 rows; and few keys
+_MANY = ManyKeyTiles(PACKED_ROWS, 64, 7 << 28)  # more units than schedule.cuh numbers (kMaxUnits)
 _ITEM_RING_BYTES = 288  # WorkItemRing<DecodeItem> (schedule.cuh)
 _ANY_SPLITS = 1 << 20  # blocks that each multiprocessor could have: the kernel deals out the keys itself
 
@@ -56,7 +57,7 @@ class DecodeSm90(Family):
     )
     features = Family.features - {"is_aligned16", "has_bool_mask", "bias_dtype", "has_dropout"}
     takes_overlapping_rows = False
-    length_classes = (_FEW, _ONE, _FASTEST, _SHORT)
+    length_classes = (_FEW, _ONE, _FASTEST, _SHORT, _MANY)
     needs_wgmma = True
     takes_any_scale = False
 
@@ -76,6 +77,8 @@ class DecodeSm90(Family):
             return f"more queries than fit a tile of {PACKED_ROWS} rows with the heads that share a KV head"
         if reason is None and key.length(_FEW) > 1 and not key.heads_disjoint:
             return "heads of q that share memory: a TMA box has no stride of 0"
+        if reason is None and key.length(_MANY) and not key.features.has_lengths:
+            return "more key tiles than it numbers in 32 bits"
         return reason
 
     def timed_as(self, key: PlanKey) -> str:

@@ -3,8 +3,9 @@
 Problems are small, so Python takes most of the time: with `jobs`, worker processes judge them, while others compile for
 the next. Kernels of backends that have jobs for compilers are compiled in as many processes as there are cores.
 
-A time limit holds for the whole check: starting the workers, compiling, judging and shrinking. When it is over, a
-worker has GRACE_S to finish its problem; then it is killed. What it had judged by then is in its journal, and is kept.
+A time limit holds for compiling, judging and shrinking. It begins when the workers have started, which takes long on a
+slow machine. When it is over, a worker has GRACE_S to finish its problem; then it is killed. What it had judged by then
+is in its journal, and is kept.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _BATCH = 10  # problems that are given to a process at a time
 _SHRINK_S = 30.0
 _SHRINK_SHARE = 0.25  # of a limited time, kept for shrinking as soon as there is a failure
 _MAX_SHRUNK = 5  # failures that are made small; the rest is shown as it came
-_START_S, _LEAST_S = 15.0, 1.0  # for starting the workers and for judging, however short the time is
+_START_S = 120.0  # for starting the workers, which import torch, where the time is limited
 
 # By kind; "" draws any problem
 DRAWERS = {"": Drawer, "decode": DecodeDrawer, "float32": Float32Drawer, "packed": PackedDrawer}
@@ -74,7 +75,7 @@ def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress
     """Judges these problems."""
     report, clock, remaining = Report(), settings.clock, iter(trials)
     start = clock()
-    judges = _Judges(settings, math.inf if settings.seconds is None else start + settings.seconds)
+    judges = _Judges(settings)
 
     def judging_end() -> float:
         has_shrinking = bool(report.failures) and not settings.stops_at_failure
@@ -86,7 +87,7 @@ def check_trials(trials: Iterable[Trial], settings: Settings, progress: Progress
 
     def compile_end() -> float:
         # Half of the time at most goes by before a first problem is judged
-        return judges.end if report.num_problems else (start + judges.end) / 2
+        return judges.end if report.num_problems else (judges.start + judges.end) / 2
 
     def take(batch: Report) -> None:
         report.add(batch)
@@ -275,8 +276,9 @@ class _Judges:
     nothing had been.
     """
 
-    def __init__(self, settings: Settings, end: float) -> None:
-        self.settings, self.end, self.clock, self.opened = settings, end, settings.clock, ExitStack()
+    def __init__(self, settings: Settings) -> None:
+        self.settings, self.clock, self.opened = settings, settings.clock, ExitStack()
+        self._begin()
         self.pool: ProcessPoolExecutor | None = None
         self.apart: ProcessPoolExecutor | None = None
         self.tasks: dict[Future[Report], _Task] = {}  # what is not collected
@@ -285,9 +287,15 @@ class _Judges:
     def __enter__(self) -> _Judges:
         self.folder = Path(self.opened.enter_context(TemporaryDirectory()))
         if self.settings.jobs > 0:
-            self.pool = self._open(self.settings.jobs, max(self.end, self.clock() + _START_S))
-            self.end = max(self.end, self.clock() + _LEAST_S)
+            limit = math.inf if self.settings.seconds is None else self.clock() + _START_S
+            self.pool = self._open(self.settings.jobs, limit)
+        self._begin()
         return self
+
+    def _begin(self) -> None:
+        """The time begins."""
+        self.start = self.clock()
+        self.end = math.inf if self.settings.seconds is None else self.start + self.settings.seconds
 
     def __exit__(self, *error: Any) -> bool | None:
         return self.opened.__exit__(*error)
