@@ -448,5 +448,5 @@ def test_an_installed_package_is_not_hidden(tmp_path: Any, monkeypatch: pytest.M
 
 
 def test_lengths_below_0_are_refused() -> None:
-    with pytest.raises(ValueError, match="seqlens: got -1; accepted: lengths of at least 0"):
+    with pytest.raises(ValueError, match="seqlens: got -1"):
         attn_bias.BlockDiagonalMask.from_seqlens([3, -1])
