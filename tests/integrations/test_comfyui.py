@@ -134,6 +134,9 @@ def test_refusals_name_comfyuis_arguments() -> None:
     x = torch.randn(1, 3, 10)
     with pytest.raises(ValueError, match=r"^q: got shape \(1, 3, 10\).*multiple of 3 heads"):
         comfyui.attention(x, x, x, 3)
+    for heads, error in ((0, ValueError), (-2, ValueError), ("2", TypeError)):
+        with pytest.raises(error, match=r"^heads: got"):
+            comfyui.attention(torch.zeros(1, 3, 10), torch.zeros(1, 3, 10), torch.zeros(1, 3, 10), heads=heads)
     with pytest.raises(ValueError, match=r"^mask: got"):
         comfyui.attention(x, x, x, 2, torch.ones(4, 4).bool())
 

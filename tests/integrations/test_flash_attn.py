@@ -211,6 +211,14 @@ def test_results_written_into_out(module: Any) -> None:
         leaf = inputs[0].clone().requires_grad_()
         with pytest.raises(flashtile.Unsupported, match=r"out: got a tensor, with inputs that require grad; .*no_grad"):
             function(leaf, *inputs[1:], **options, out=out)
+        with pytest.raises(flashtile.Unsupported, match="out: got a tensor, with inputs that require grad"):
+            function(*inputs, **options, out=torch.empty_like(out).requires_grad_())
+        with pytest.raises(TypeError, match="out: got"):
+            function(*inputs, **options, out=3)
+        with pytest.raises(ValueError, match=r"out: got .*; accepted: memory of its own for every element"):
+            function(
+                *inputs, **options, out=out[:1].expand(out.shape) if len(out) > 1 else out[:, :1].expand(out.shape)
+            )
         with torch.no_grad():
             assert first(function(leaf, *inputs[1:], **options, out=out)) is out
 

@@ -445,3 +445,8 @@ def test_an_installed_package_is_not_hidden(tmp_path: Any, monkeypatch: pytest.M
     ours.uninstall()
     assert importlib.import_module("xformers").ops == "theirs"
     del sys.modules["xformers"]
+
+
+def test_lengths_below_0_are_refused() -> None:
+    with pytest.raises(ValueError, match="seqlens: got -1"):
+        attn_bias.BlockDiagonalMask.from_seqlens([3, -1])

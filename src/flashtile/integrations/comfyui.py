@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flashtile import facades
 from flashtile.api import call_as
+from flashtile.arguments import integer
 from flashtile.backends import registry
 from flashtile.errors import Unsupported, value_error
 
@@ -48,6 +49,8 @@ def attention(
     ComfyUI passes, its transformer_options among them, is not about the result.
     """
     if not skip_reshape:
+        if integer("heads", heads, "a number of heads") < 1:
+            raise value_error("heads", heads, "a number of heads, at least 1")
         dim = q.shape[-1] // heads
         key_heads = k.shape[-1] // dim if enable_gqa else heads
         q, k, v = (

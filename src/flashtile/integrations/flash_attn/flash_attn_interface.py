@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flashtile.api import attention, attention_kvcache, attention_varlen, call_as
+from flashtile.arguments import require_tensors
 from flashtile.errors import dtype_name, unsupported, value_error
 from flashtile.facades import last_contiguous
 
@@ -57,12 +58,15 @@ def written(result: Any, out: Tensor | None, *inputs: Tensor) -> Any:
     if out is None:
         return result
     first, *rest = result if isinstance(result, tuple) else (result,)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+    require_tensors(out=out)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, out)):
         hint = "Call it under torch.no_grad()"
         raise unsupported("out", "a tensor, with inputs that require grad", "None where gradients are recorded", hint)
     if out.shape != first.shape or out.dtype != first.dtype or out.device != first.device:
         accepted = f"shape {tuple(first.shape)} ({dtype_name(first.dtype)} on {first.device}), as the result"
         raise value_error("out", out, accepted)
+    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise value_error("out", out, "memory of its own for every element", "Call out.contiguous()")
     out.copy_(first)
     return (out, *rest) if isinstance(result, tuple) else out
 

@@ -236,6 +236,8 @@ class _PaddedSeqLenInfo(_SeqLenInfo):
 def _starts(lengths: Iterable[int]) -> list[int]:
     starts = [0]
     for length in lengths:
+        if length < 0:
+            raise value_error("seqlens", length, "lengths of at least 0")
         starts.append(starts[-1] + length)
     return starts
 
