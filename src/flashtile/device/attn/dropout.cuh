@@ -81,6 +81,15 @@ FT_DEVICE void drop_fragment_row(const DropoutBits& bits, i32 i, i32 j_begin, i3
   }
 }
 
+// Both rows of a thread, whose queries and heads are `rows` (attn/work_item.cuh). Scope: warp.
+template <class Tile, class Rows, i32 kScores>
+FT_DEVICE void drop_tile(const Params& p, const Tile& tile, const Rows& rows, i32 j_begin, float (&rS)[kScores]) {
+#pragma unroll
+  for (i32 r = 0; r < 2; ++r) {
+    drop_fragment_row(DropoutBits(p, tile.s, rows.head(tile, r)), rows.i[r], j_begin, r, rS);
+  }
+}
+
 // Dropout of a fragment (tile/fragment.cuh) whose rows are keys, from j_begin on, and whose kColumns columns are
 // queries, from i_begin on. The warp's 8 keys of rows r are one group of random words. A lane draws the words of
 // every 32nd query and packs a bit for each key, so that one shuffle brings the bits of four elements.

@@ -34,4 +34,15 @@ FT_DEVICE void modify_scores(const Params& p, const Sequence& s, i32 head, i32 i
   }
 }
 
+// Both rows of a thread, whose queries and heads are `rows` (attn/work_item.cuh).
+template <class Mask, class ScoreMod, class Tile, class Rows, i32 kScores>
+FT_DEVICE void modify_tile(const Params& p, const Tile& tile, const Rows& rows, i32 j_begin, float (&rS)[kScores]) {
+#pragma unroll
+  for (i32 r = 0; r < 2; ++r) {
+    // Rows past the last query are computed but must not read past it
+    i32 i = min_of(rows.i[r], tile.s.seqlen_q - 1);
+    modify_scores<Mask, ScoreMod>(p, tile.s, rows.head(tile, r), i, j_begin, r, rS);
+  }
+}
+
 }  // namespace flashtile

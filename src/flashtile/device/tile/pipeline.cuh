@@ -28,6 +28,17 @@ constexpr i32 kPingPongBarrier = 1;
 constexpr i32 kConsumerBarrier = 8;
 constexpr i32 kProducerBarrier = 15;
 
+// Ping-pong of consumers, two of which meet at a barrier: one waits for its turn to issue products, another gives it the
+// turn. Stores to shared memory before give_turn are visible after wait_turn. Scope: warpgroup.
+template <bool kIsOn = true>
+FT_DEVICE void wait_turn(i32 consumer) {
+  if constexpr (kIsOn) named_barrier_sync(kPingPongBarrier + consumer, 256);
+}
+template <bool kIsOn = true>
+FT_DEVICE void give_turn(i32 consumer) {
+  if constexpr (kIsOn) named_barrier_arrive(kPingPongBarrier + consumer, 256);
+}
+
 // One arrival for the warp, after a __syncwarp if all lanes must be done. Lane 31 arrives; in builds for racecheck
 // every lane does, with its part of the weight. Scope: warp.
 FT_DEVICE void arrive_warp(u64& barrier) {

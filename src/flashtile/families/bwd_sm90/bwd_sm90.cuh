@@ -239,11 +239,6 @@ struct BwdSm90 {
 
   // ---- Consumer. Scope: warpgroup.
 
-  // wait_turn waits until the other consumer has issued its products; end_turn lets it issue its next ones. Stores to
-  // shared memory before end_turn are visible after the other's wait_turn.
-  FT_DEVICE static void wait_turn(i32 consumer) { named_barrier_sync(kPingPongBarrier + consumer, 256); }
-  FT_DEVICE static void end_turn(i32 consumer) { named_barrier_arrive(kPingPongBarrier + 1 - consumer, 256); }
-
   // Zeros rows of a tile from row num_rows on: they belong to another sequence, and 0 * NaN is NaN.
   template <i32 kRows, i32 kSlabs>
   FT_DEVICE static void clear_tail(T* sTile, i32 num_rows, i32 consumer) {
@@ -496,7 +491,7 @@ struct BwdSm90 {
         }
       }
       // The first turn is consumer 0's
-      if (consumer == 1) end_turn(consumer);
+      if (consumer == 1) give_turn(1 - consumer);
       wait_operands(0);
       {
         float rS[kScores], rdP[kScores];
@@ -506,7 +501,7 @@ struct BwdSm90 {
         wait_turn(consumer);
         start_s(0, rS);
         start_dp(0, rdP);
-        end_turn(consumer);
+        give_turn(1 - consumer);
         differentiate_tile(0, is_checked, lse, bits, rS, rdP);
       }
       u32 count = 0;
@@ -545,7 +540,7 @@ struct BwdSm90 {
           if (!Options::kChangesTiles || count > 0) stage_dq(shared, consumer, count - 1, rdQ);
         }
         start_dp(count + 1, rdP);
-        end_turn(consumer);
+        give_turn(1 - consumer);
         differentiate_tile(count + 1, is_checked, lse, bits, rS, rdP);
         mark(Phase::end, count + 1);
         ++count;
@@ -565,13 +560,13 @@ struct BwdSm90 {
       pin_registers(rdK);
       pin_registers(rdQ);
       if (count > 0) stage_dq(shared, consumer, count - 1, rdQ);
-      end_turn(consumer);
+      give_turn(1 - consumer);
       wait_turn(consumer);
       start_dq(count, rdQ);
       wgmma_wait<0>();
       pin_registers(rdQ);
       stage_dq(shared, consumer, count, rdQ);
-      if (consumer == 0) end_turn(consumer);
+      if (consumer == 0) give_turn(1 - consumer);
     }
     // Store dK and dV
     store_rows(p.dk, p.dk_strides, p, tile, j_begin(), p.head_dim, p.scale, rdK);

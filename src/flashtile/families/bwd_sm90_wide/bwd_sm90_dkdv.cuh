@@ -177,8 +177,6 @@ struct BwdSm90Dkdv {
   // ---- Consumers. Scope: warpgroup.
 
   // The warpgroups take turns: one issues two products while the other computes P or dS.
-  FT_DEVICE static void wait_turn(i32 consumer) { named_barrier_sync(kPingPongBarrier + consumer, 256); }
-  FT_DEVICE static void end_turn(i32 consumer) { named_barrier_arrive(kPingPongBarrier + 1 - consumer, 256); }
 
   // K or V of the block, the left operand of a product: in shared memory or, with kHoldsKeys, in registers.
   template <i32 kSlabs>
@@ -437,7 +435,7 @@ struct BwdSm90Dkdv {
         Stats lse;
         wait_turn(0);
         start_s(0, rS);
-        end_turn(0);
+        give_turn(1);
         auto options = prepare(0, lse);
         finish_s(0, lse, options, rS);
       }
@@ -455,7 +453,7 @@ struct BwdSm90Dkdv {
         wait_turn(0);
         start_dv(count - 1);
         start_s(count, rS);
-        end_turn(0);
+        give_turn(1);
         if constexpr (!kLoadsEarly) wait_dv();
         auto options = prepare(count, lse);
         if constexpr (kLoadsEarly) wait_dv();
@@ -463,7 +461,7 @@ struct BwdSm90Dkdv {
       }
       wait_turn(0);
       start_dv(count - 1);
-      end_turn(0);
+      give_turn(1);
       wgmma_wait<0>();
       pin_registers(rdV);
     }
@@ -509,10 +507,10 @@ struct BwdSm90Dkdv {
         float rdP[kScores];
         Stats delta;
         // The first turn is warpgroup 0's
-        end_turn(1);
+        give_turn(0);
         wait_turn(1);
         start_dp(0, rdP);
-        end_turn(1);
+        give_turn(0);
         wait_delta(0, delta);
         finish_dp(0, delta, rdP);
       }
@@ -524,7 +522,7 @@ struct BwdSm90Dkdv {
         wait_turn(1);
         start_dk(count - 1);
         start_dp(count, rdP);
-        end_turn(1);
+        give_turn(0);
         wait_delta(count, delta);
         // Wait for dK: release its Q
         wgmma_wait<Config::kSlabsV>();

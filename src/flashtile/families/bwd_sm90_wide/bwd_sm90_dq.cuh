@@ -213,9 +213,6 @@ struct BwdSm90Dq {
 
   // ---- Consumer. Scope: warpgroup.
 
-  FT_DEVICE static void wait_turn(i32 consumer) { named_barrier_sync(kPingPongBarrier + consumer, 256); }
-  FT_DEVICE static void end_turn(i32 consumer) { named_barrier_arrive(kPingPongBarrier + 1 - consumer, 256); }
-
   // A thread's two rows.
   struct Rows {
     const QueryBlock& block;
@@ -366,7 +363,7 @@ struct BwdSm90Dq {
       if constexpr (kHasDq) start_dq(count - 1);
       if constexpr (!kHasOptions) start_dp(count, rdP);
       start_s(count, rS);
-      if constexpr (!kHasOptions || !kIsSplit) end_turn(consumer);
+      if constexpr (!kHasOptions || !kIsSplit) give_turn(1 - consumer);
       if constexpr (kHasDq) {
         // Wait for dQ: release its K
         wgmma_wait<(kHasOptions ? 0 : kSlabsV) + 1>();
@@ -376,7 +373,7 @@ struct BwdSm90Dq {
       if constexpr (kHasOptions) {
         if constexpr (kIsSplit) {
           start_dp(count, rdP);
-          end_turn(consumer);
+          give_turn(1 - consumer);
         }
         options.draw(p, s, block.head, {rows.i(0), rows.i(1)}, j_begin(count));
         wgmma_wait<kIsSplit ? kSlabsV : 0>();
@@ -412,13 +409,13 @@ struct BwdSm90Dq {
         release_stage(shared.empty_v[slab][StagesV::stage(count)]);
       }
       wait_turn(consumer);
-      end_turn(consumer);
+      give_turn(1 - consumer);
     };
 
     auto begin = [&] { return static_cast<u32>(block.consumers[consumer].begin); };
     auto end = [&] { return static_cast<u32>(block.consumers[consumer].end); };
     // The first turn is consumer 0's
-    if (consumer == 1) end_turn(consumer);
+    if (consumer == 1) give_turn(1 - consumer);
     u32 count = 0;
     for (; count < begin(); ++count) pass(count);
     if (count < end()) {

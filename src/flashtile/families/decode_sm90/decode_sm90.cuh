@@ -175,16 +175,6 @@ struct DecodeSm90 {
 
   FT_DEVICE static void sync_consumer() { named_barrier_sync(kConsumerBarrier, 128); }
 
-  FT_DEVICE static void modify_tile(const Params& p, const DecodeItem& item, const Rows& rows, i32 j_begin,
-                                    float (&rS)[kScores]) {
-#pragma unroll
-    for (i32 r = 0; r < 2; ++r) {
-      // Rows past the last query are computed but must not read past it
-      i32 i = min_of(rows.i[r], item.s.seqlen_q - 1);
-      modify_scores<Mask, ScoreMod>(p, item.s, rows.head(item, r), i, j_begin, r, rS);
-    }
-  }
-
   // Processes the key tiles of one work item. num_tiles counts the tiles so far.
   FT_DEVICE static void mainloop(const Params& p, Storage& shared, const DecodeItem& item, const Rows& rows,
                                  u32& num_tiles, float factor, Softmax& softmax, float (&rO)[kOutputs]) {
@@ -206,7 +196,7 @@ struct DecodeSm90 {
       if (n == n_begin) release_stage(shared.empty_q);
       // Mask and softmax
       bool is_edge = ScoreMod::kChangesScores || n >= item.unmasked.end || n < item.unmasked.begin;
-      if (is_edge) modify_tile(p, item, rows, n * kBlockN, rS);
+      if (is_edge) modify_tile<Mask, ScoreMod>(p, item, rows, n * kBlockN, rS);
       softmax.template raise_maximum<kIsFirst, true>(factor, rS);
       softmax.template exponentiate<kIsFirst, true>(factor, rS);
 #pragma unroll

@@ -159,13 +159,7 @@ struct FwdSm80 {
   template <i32 kCount>
   FT_DEVICE static void drop_tile(const Params& p, const Tile& tile, i32 j_begin, float (&rS)[kMTiles][kCount]) {
 #pragma unroll
-    for (i32 t = 0; t < kMTiles; ++t) {
-      Rows rows = rows_of(p, tile, t);
-#pragma unroll
-      for (i32 r = 0; r < 2; ++r) {
-        drop_fragment_row(DropoutBits(p, tile.s, rows.head(tile, r)), rows.i[r], j_begin, r, rS[t]);
-      }
-    }
+    for (i32 t = 0; t < kMTiles; ++t) flashtile::drop_tile(p, tile, rows_of(p, tile, t), j_begin, rS[t]);
   }
 
   // Loads 16 columns of Q, number `step`, of the warp's m16 tiles; load_q_steps those that stay in registers.

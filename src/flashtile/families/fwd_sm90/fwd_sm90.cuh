@@ -259,7 +259,7 @@ struct FwdSm90 {
   FT_DEVICE static void produce_bias(const FwdSm90Params& params, Storage& shared, i32 consumer) {
     u32 count = 0;
     for (u32 index = 0;; ++index) {
-      wait_q(shared, consumer, index);
+      wait_item(shared.full_q[consumer], index);
       const Item& item = shared.work_items.at(index);
       if (item.is_end) return;
       const Tile& tile = item.tile;
@@ -290,46 +290,13 @@ struct FwdSm90 {
 
   // ---- Consumer. Scope: warpgroup.
 
-  // Waits for a work item and its Q. The lanes leave together: once one of them releases this Q, the producer may
-  // overwrite the item before it and complete the next phase, so no lane may still read the one or wait for the other.
-  FT_DEVICE static void wait_q(Storage& shared, i32 consumer, u32 index) {
-    mbarrier_wait(shared.full_q[consumer], index % 2);
-    __syncwarp();
-  }
-
-  // Ping-pong: waits until the previous consumer has issued its products, and signals the next one. The turn goes round
-  // the consumers; each takes one turn per key tile of a work item, except for the first tile.
-  FT_DEVICE static void wait_turn(i32 consumer) {
-    if constexpr (Config::kPingPong) named_barrier_sync(kPingPongBarrier + consumer, 256);
-  }
-  FT_DEVICE static void signal_next(i32 consumer) {
-    if constexpr (Config::kPingPong) {
-      named_barrier_arrive(kPingPongBarrier + (consumer + 1) % Config::kNumConsumers, 256);
-    }
-  }
-
-  // Applies score modifiers and mask to a tile of scores.
-  FT_DEVICE static void modify_tile(const Params& p, const Tile& tile, i32 consumer, i32 j_begin,
-                                    float (&rS)[kScores]) {
-    Rows rows(p, tile, consumer);
-#pragma unroll
-    for (i32 r = 0; r < 2; ++r) {
-      // Rows past the last query are computed but must not read past it
-      i32 i = min_of(rows.i[r], tile.s.seqlen_q - 1);
-      modify_scores<Mask, ScoreMod>(p, tile.s, rows.head(tile, r), i, j_begin, r, rS);
-    }
-  }
+  // Ping-pong: the turn goes round the consumers; each takes one per key tile of a work item, except for the first tile.
+  FT_DEVICE static void signal_next(i32 consumer) { give_turn<Config::kPingPong>((consumer + 1) % Config::kNumConsumers); }
 
   // Applies dropout and rounds P to 16 bits.
   FT_DEVICE static void pack_probabilities(const Params& p, const Tile& tile, i32 consumer, i32 j_begin,
                                            float (&rS)[kScores], u32 (&rP)[kScores / 2]) {
-    if constexpr (Dropout::kIsOn) {
-      Rows rows(p, tile, consumer);
-#pragma unroll
-      for (i32 r = 0; r < 2; ++r) {
-        drop_fragment_row(DropoutBits(p, tile.s, rows.head(tile, r)), rows.i[r], j_begin, r, rS);
-      }
-    }
+    if constexpr (Dropout::kIsOn) drop_tile(p, tile, Rows(p, tile, consumer), j_begin, rS);
 #pragma unroll
     for (i32 x = 0; x < kScores / 2; ++x) rP[x] = pack_two<T>(rS[2 * x], rS[2 * x + 1]);
   }
@@ -361,7 +328,7 @@ struct FwdSm90 {
     i32 n = tile.n_end - 1;
 
     // Skip tiles that are fully masked for this consumer: release their stages unread and signal the next warpgroup.
-    // The lanes leave each wait together, as in wait_q.
+    // The lanes leave each wait together, as in wait_item.
     for (; n >= tiles.n_end && n >= tile.n_begin;
          n = Mask::kHasBool ? next_tile(item, consumer, walk, n) : n - 1, ++num_k) {
       Stages::wait_full(shared.full_k, num_k);
@@ -371,7 +338,7 @@ struct FwdSm90 {
       __syncwarp();
       release_stage(shared.empty_v[Stages::stage(num_k)]);
       if (n > tile.n_begin) {
-        wait_turn(consumer);
+        wait_turn<Config::kPingPong>(consumer);
         signal_next(consumer);
       }
     }
@@ -402,7 +369,7 @@ struct FwdSm90 {
       if constexpr (kHasOptions || Mask::kHasBand) {
         Options::template modify<kIsMasked>(params, shared.bias, tile, consumer, n, early, state, num_biases, rS);
       } else if constexpr (kIsMasked) {
-        modify_tile(p, tile, consumer, n * kBlockN, rS);
+        modify_tile<Mask, ScoreMod>(p, tile, Rows(p, tile, consumer), n * kBlockN, rS);
       }
     };
 
@@ -447,7 +414,7 @@ struct FwdSm90 {
       mark(Phase::wait_tile, num_k);
       Stages::wait_full(shared.full_k, num_k);
       mark(Phase::wait_turn, num_k);
-      wait_turn(consumer);
+      wait_turn<Config::kPingPong>(consumer);
       mark(Phase::issue, num_k);
       gemm_abt<T, kBlockN, Config::kHeadDim>(rS, q, k);
       Stages::wait_full(shared.full_v, num_k - 1);
@@ -601,7 +568,7 @@ struct FwdSm90 {
     // The first turn is consumer 0's
     if (consumer == Config::kNumConsumers - 1) signal_next(consumer);
     const Item* item = &shared.work_items.at(0);
-    wait_q(shared, consumer, 0);
+    wait_item(shared.full_q[consumer], 0);
     while (!item->is_end) {
       Softmax softmax;
       float rO[kOutputs];
@@ -615,7 +582,7 @@ struct FwdSm90 {
       epilogue(params, shared, item->tile, consumer, factor, softmax, rO);
       // Wait for the next work item
       u32 next = item->index + 1;
-      wait_q(shared, consumer, next);
+      wait_item(shared.full_q[consumer], next);
       item = &shared.work_items.at(next);
     }
     // Shared memory must outlive the last TMA store

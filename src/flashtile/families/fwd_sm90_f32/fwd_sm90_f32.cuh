@@ -49,6 +49,7 @@ struct FwdSm90F32 {
   using Tile = QueryTile<Config, Mask, SeqInfo>;
   using Item = WorkItem<Config, Mask, SeqInfo>;
   using Rows = FragmentRows<Config>;
+  static constexpr bool kTakesTurns = Config::kNumConsumers > 1;
   // Lazily: O and l are rescaled only where a probability would exceed 2, so that rounding errors do not add up
   using Softmax = OnlineSoftmax<true, ScoreMod::kIsNatural, 1>;
   static constexpr bool kIsHalf = Config::kIsHalf;
@@ -169,23 +170,8 @@ struct FwdSm90F32 {
 
   // ---- Consumer. Scope: warpgroup.
 
-  // Waits for a work item and its Q. The lanes leave together: once one of them releases this Q, the producer may
-  // overwrite the item before it and complete the next phase, so no lane may still read the one or wait for the other.
-  FT_DEVICE static void wait_q(Storage& shared, i32 consumer, u32 index) {
-    mbarrier_wait(shared.full_q[consumer], index % 2);
-    __syncwarp();
-  }
-
-  // Ping-pong: waits until the previous consumer has issued its products, and signals the next one. The turn goes round
-  // the consumers; each takes one turn per key tile of a work item, except for the first tile.
-  FT_DEVICE static void wait_turn(i32 consumer) {
-    if constexpr (Config::kNumConsumers > 1) named_barrier_sync(kPingPongBarrier + consumer, 256);
-  }
-  FT_DEVICE static void signal_next(i32 consumer) {
-    if constexpr (Config::kNumConsumers > 1) {
-      named_barrier_arrive(kPingPongBarrier + (consumer + 1) % Config::kNumConsumers, 256);
-    }
-  }
+  // Ping-pong: the turn goes round the consumers; each takes one per key tile of a work item, except for the first tile.
+  FT_DEVICE static void signal_next(i32 consumer) { give_turn<kTakesTurns>((consumer + 1) % Config::kNumConsumers); }
 
   // Applies score modifiers and mask to a tile of scores; unscale undoes the scales of Q and K.
   FT_DEVICE static void modify_tile(const Params& p, const Tile& tile, i32 consumer, i32 j_begin, float unscale,
@@ -194,25 +180,13 @@ struct FwdSm90F32 {
 #pragma unroll
       for (i32 x = 0; x < kScores; ++x) rS[x] *= unscale;
     }
-    Rows rows(p, tile, consumer);
-#pragma unroll
-    for (i32 r = 0; r < 2; ++r) {
-      // Rows past the last query are computed but must not read past it
-      i32 i = min_of(rows.i[r], tile.s.seqlen_q - 1);
-      modify_scores<Mask, ScoreMod>(p, tile.s, rows.head(tile, r), i, j_begin, r, rS);
-    }
+    flashtile::modify_tile<Mask, ScoreMod>(p, tile, Rows(p, tile, consumer), j_begin, rS);
   }
 
   // Applies dropout and splits P.
   FT_DEVICE static void split_probabilities(const Params& p, const Tile& tile, i32 consumer, i32 j_begin,
                                             float (&rS)[kScores], u32 (&rP)[kNumParts][kScores / 2]) {
-    if constexpr (Dropout::kIsOn) {
-      Rows rows(p, tile, consumer);
-#pragma unroll
-      for (i32 r = 0; r < 2; ++r) {
-        drop_fragment_row(DropoutBits(p, tile.s, rows.head(tile, r)), rows.i[r], j_begin, r, rS);
-      }
-    }
+    if constexpr (Dropout::kIsOn) drop_tile(p, tile, Rows(p, tile, consumer), j_begin, rS);
 #pragma unroll
     for (i32 x = 0; x < kScores / 2; ++x) {
       u32 parts[kNumParts];
@@ -244,7 +218,7 @@ struct FwdSm90F32 {
     i32 n = tile.n_end - 1;
 
     // Skip tiles that are fully masked for this consumer: release their stages unread and signal the next warpgroup.
-    // The lanes leave each wait together, as in wait_q.
+    // The lanes leave each wait together, as in wait_item.
     for (; n >= tiles.n_end && n >= tile.n_begin; --n, ++num_k) {
       Stages::wait_full(shared.full_k, num_k);
       __syncwarp();
@@ -253,7 +227,7 @@ struct FwdSm90F32 {
       __syncwarp();
       release_stage(shared.empty_v[Stages::stage(num_k)]);
       if (n > tile.n_begin) {
-        wait_turn(consumer);
+        wait_turn<kTakesTurns>(consumer);
         signal_next(consumer);
       }
     }
@@ -321,7 +295,7 @@ struct FwdSm90F32 {
       // Issue both products in this consumer's turn
       u32 q = q_tile(), k = k_tile(num_k), v = v_tile(num_k - 1);
       Stages::wait_full(shared.full_k, num_k);
-      wait_turn(consumer);
+      wait_turn<kTakesTurns>(consumer);
       if constexpr (Config::kOverlaps) start_scores(rS, q, k);
       Stages::wait_full(shared.full_v, num_k - 1);
       start_pv(rT, v, 0);
@@ -401,7 +375,7 @@ struct FwdSm90F32 {
     // The first turn is consumer 0's
     if (consumer == Config::kNumConsumers - 1) signal_next(consumer);
     const Item* item = &shared.work_items.at(0);
-    wait_q(shared, consumer, 0);
+    wait_item(shared.full_q[consumer], 0);
     while (!item->is_end) {
       Softmax softmax;
       float rO[kOutputs];
@@ -415,7 +389,7 @@ struct FwdSm90F32 {
       epilogue(p, item->tile, consumer, scales.factor, scales.unscale_o * keep_factor<Dropout>(p), softmax, rO);
       // Wait for the next work item
       u32 next = item->index + 1;
-      wait_q(shared, consumer, next);
+      wait_item(shared.full_q[consumer], next);
       item = &shared.work_items.at(next);
     }
   }

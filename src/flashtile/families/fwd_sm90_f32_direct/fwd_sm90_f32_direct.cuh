@@ -203,7 +203,7 @@ struct FwdSm90F32Direct {
     if (consumer == Config::kNumConsumers - 1) Base::signal_next(consumer);
     u32 num_k = 0;
     if (item.tile.has_keys()) {
-      Base::wait_q(shared.tiles, consumer, 0);
+      wait_item(shared.tiles.full_q[consumer], 0);
       Base::mainloop(p, shared.tiles, item, consumer, num_k, scales.factor, scales.unscale_s, softmax, rO);
     }
     // Leave the sums in place of Q, once every warp has read it

@@ -179,13 +179,7 @@ struct FwdSm90Wide {
   // Applies dropout, rounds P to 16 bits and hands it to the other warpgroup, with the factors of its rows.
   FT_DEVICE static void publish(const Params& p, Storage& shared, const Tile& tile, i32 rank, u32 count, i32 j_begin,
                                 const Softmax& softmax, float (&rS)[kScores]) {
-    if constexpr (Dropout::kIsOn) {
-      Rows rows(p, tile, rank);
-#pragma unroll
-      for (i32 r = 0; r < 2; ++r) {
-        drop_fragment_row(DropoutBits(p, tile.s, tile.coord.head), rows.i[r], j_begin, r, rS);
-      }
-    }
+    if constexpr (Dropout::kIsOn) drop_tile(p, tile, Rows(p, tile, rank), j_begin, rS);
     u32 rP[kScores / 2];
 #pragma unroll
     for (i32 x = 0; x < kScores / 2; ++x) rP[x] = pack_two<T>(rS[2 * x], rS[2 * x + 1]);
