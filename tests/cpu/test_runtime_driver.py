@@ -195,7 +195,7 @@ def test_attributes(fake):
     assert driver.compute_capability(0) == (9, 0)
     assert driver.compute_capability(1) == (9, 1)
     assert driver.multiprocessor_count(0) == 132
-    assert driver.max_shared_bytes(0) == 232448
+    assert driver.attribute(0, "max_shared_bytes_per_block_optin") == 232448
     assert driver.l2_bytes(0) == 60 << 20
     with pytest.raises(DriverError, match=r"cuDeviceGet failed: CUDA_ERROR_INVALID_VALUE \(1\), invalid argument"):
         driver.compute_capability(2)

@@ -286,11 +286,6 @@ def multiprocessor_count(device_index: int) -> int:
     return attribute(device_index, "multiprocessor_count")
 
 
-def max_shared_bytes(device_index: int) -> int:
-    """Most dynamic shared memory that one block may use."""
-    return attribute(device_index, "max_shared_bytes_per_block_optin")
-
-
 def l2_bytes(device_index: int) -> int:
     return attribute(device_index, "l2_bytes")
 

@@ -28,8 +28,8 @@ constexpr i32 kPingPongBarrier = 1;
 constexpr i32 kConsumerBarrier = 8;
 constexpr i32 kProducerBarrier = 15;
 
-// Ping-pong of consumers, two of which meet at a barrier: one waits for its turn to issue products, another gives it the
-// turn. Stores to shared memory before give_turn are visible after wait_turn. Scope: warpgroup.
+// Ping-pong of consumers, two of which meet at a barrier: one waits for its turn to issue products, another gives it
+// the turn. Stores to shared memory before give_turn are visible after wait_turn. Scope: warpgroup.
 template <bool kIsOn = true>
 FT_DEVICE void wait_turn(i32 consumer) {
   if constexpr (kIsOn) named_barrier_sync(kPingPongBarrier + consumer, 256);

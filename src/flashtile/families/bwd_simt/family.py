@@ -10,9 +10,18 @@ import functools
 
 from flashtile.families.base import Family, Launch, tile_step
 from flashtile.families.simt import SimtFamily, simt_kernel
-from flashtile.families.steps import ROW_STATS, bias_grid, dsinks, key_grid, preprocess, query_grid
+from flashtile.families.steps import (
+    ROW_STATS,
+    bias_grid,
+    dsinks,
+    key_grid,
+    preprocess,
+    query_grid,
+    unowned,
+    unwanted_keys,
+)
 from flashtile.families.tiles import Row
-from flashtile.plans.plan import Grid, Operand, Step
+from flashtile.plans.plan import Grid, Step
 from flashtile.plans.spec import CallLayout, PlanKey
 
 
@@ -30,9 +39,7 @@ class BwdSimt(SimtFamily):
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         assert key.grads is not None
-        steps = [preprocess(key, layout)]
-        if "dsinks" in key.grads:
-            steps.append(dsinks(key))
+        steps = [preprocess(key, layout), *dsinks(key)]
         for kernel, grads in (
             ("bwd_dkdv_simt", ("dk", "dv")),
             ("bwd_dq_simt", ("dq",)),
@@ -40,16 +47,10 @@ class BwdSimt(SimtFamily):
         ):
             if any(grad in key.grads for grad in grads):
                 steps.append(self.step(self.select(kernel, key), key, layout))
-        # One kernel writes both dK and dV
-        scratch = [
-            Operand(other, like=other[1])
-            for name, other in (("dk", "dv"), ("dv", "dk"))
-            if name in key.grads and other not in key.grads
-        ]
-        # Keys outside every sequence have no owner, and neither have the scores there
-        unowned = ("dk", "dv", "dbias") if layout.has_lengths else ("dbias",)
-        zeroed = tuple(name for name in unowned if name in key.grads)
-        return Launch(tuple(steps), ROW_STATS, scratch=tuple(scratch), zeroed=zeroed)
+        has_keys = "dk" in key.grads or "dv" in key.grads
+        # Scores outside every sequence have no owner either
+        scratch, zeroed = unwanted_keys(key) if has_keys else (), unowned(key, layout, always=("dbias",))
+        return Launch(tuple(steps), ROW_STATS, scratch=scratch, zeroed=zeroed)
 
     def step(self, row: Row, key: PlanKey, layout: CallLayout) -> Step:
         return tile_step(row, key.features, _grid(row, layout))

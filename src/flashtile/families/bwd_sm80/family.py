@@ -11,9 +11,9 @@ from typing import ClassVar
 
 from flashtile.families.base import Family, Launch, tile_step
 from flashtile.families.mma_sync import MmaFamily
-from flashtile.families.steps import dsinks, key_grid, sm90_step
+from flashtile.families.steps import ROW_STATS, dq_accum, dq_slabs, dsinks, key_grid, sm90_step, unowned, unwanted_keys
 from flashtile.families.tiles import Kernel, Knobs, Row, Tile
-from flashtile.plans.plan import Operand, Step, Workspace
+from flashtile.plans.plan import Operand, Step
 from flashtile.plans.spec import CallLayout, PlanKey
 
 _TILE_BYTES = 72 + 4 * 8  # OwnedKeys and the ring of QueryTilePlace (bwd_sm80.cuh)
@@ -59,29 +59,15 @@ class BwdSm80(MmaFamily):
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         assert key.grads is not None
         row = self.select("bwd_sm80", key)
-        steps = [sm90_step("bwd_sm90_preprocess", key, layout, _slabs(row.head_dim))]
-        if "dsinks" in key.grads:
-            steps.append(dsinks(key))
+        steps = [sm90_step("bwd_sm90_preprocess", key, layout, dq_slabs(row.head_dim)), *dsinks(key)]
         scratch: tuple[Operand, ...] = ()
         if any(name in key.grads for name in ("dq", "dk", "dv")):
             steps.append(self.step(row, key, layout))
-            # The kernel writes both dK and dV
-            scratch = tuple(Operand(name, like=name[1]) for name in ("dk", "dv") if name not in key.grads)
+            scratch = unwanted_keys(key)
         if "dq" in key.grads:
-            steps.append(sm90_step("bwd_convert_dq", key, layout, _slabs(row.head_dim)))
-        # Keys outside every sequence have no owner
-        zeroed = tuple(name for name in ("dk", "dv") if layout.has_lengths and name in key.grads)
-        return Launch(tuple(steps), _workspaces(row), scratch=scratch, zeroed=zeroed)
+            steps.append(sm90_step("bwd_convert_dq", key, layout, dq_slabs(row.head_dim)))
+        workspaces = (*ROW_STATS, dq_accum(row.head_dim))
+        return Launch(tuple(steps), workspaces, scratch=scratch, zeroed=unowned(key, layout))
 
     def step(self, row: Row, key: PlanKey, layout: CallLayout) -> Step:
         return tile_step(row, key.features, key_grid(layout, row.owned))
-
-
-def _slabs(head_dim: int) -> int:
-    """Returns the number of slabs of 64 columns."""
-    return -(-head_dim // 64)
-
-
-def _workspaces(row: Row) -> tuple[Workspace, ...]:
-    stats = tuple(Workspace(name, 4, ("lse_size",)) for name in ("score_lse", "delta"))
-    return (*stats, Workspace("dq_accum", 256 * _slabs(row.head_dim), ("lse_size",)))

@@ -12,10 +12,10 @@ from typing import ClassVar
 from flashtile.families.base import Family, Launch, tile_step
 from flashtile.families.bwd_simt.family import dbias
 from flashtile.families.mma_sync import NARROW_LOADS, refuse_slow_tf32, small_call
-from flashtile.families.steps import ROW_STATS, dsinks, key_grid, preprocess, query_grid
+from flashtile.families.steps import ROW_STATS, dsinks, key_grid, preprocess, query_grid, unowned, unwanted_keys
 from flashtile.families.tiles import Kernel, Knobs, Row, Tile
 from flashtile.plans.arch import Arch
-from flashtile.plans.plan import Operand, Step
+from flashtile.plans.plan import Step
 from flashtile.plans.spec import CallLayout, PlanKey
 
 _BLOCK_BYTES = 64  # OwnedRows (attn/owned_rows.cuh)
@@ -61,9 +61,7 @@ class BwdSm80F32(Family):
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         assert key.grads is not None
-        steps = [preprocess(key, layout)]
-        if "dsinks" in key.grads:
-            steps.append(dsinks(key))
+        steps = [preprocess(key, layout), *dsinks(key)]
         has_keys = "dk" in key.grads or "dv" in key.grads
         if has_keys:
             steps.append(self.step(self.select("bwd_sm80_f32_dkdv", key), key, layout))
@@ -71,11 +69,8 @@ class BwdSm80F32(Family):
             steps.append(self.step(self.select("bwd_sm80_f32_dq", key), key, layout))
         if "dbias" in key.grads:
             steps.append(dbias(key, layout))
-        # One kernel writes both dK and dV
-        scratch = tuple(Operand(name, like=name[1]) for name in ("dk", "dv") if has_keys and name not in key.grads)
-        # Keys outside every sequence have no owner, and neither have the scores there
-        unowned = ("dk", "dv", "dbias") if layout.has_lengths else ("dbias",)
-        zeroed = tuple(name for name in unowned if name in key.grads)
+        # Scores outside every sequence have no owner either
+        scratch, zeroed = unwanted_keys(key) if has_keys else (), unowned(key, layout, always=("dbias",))
         return Launch(tuple(steps), ROW_STATS, scratch=scratch, zeroed=zeroed)
 
     def step(self, row: Row, key: PlanKey, layout: CallLayout) -> Step:

@@ -12,7 +12,7 @@ from typing import ClassVar
 from flashtile.families.base import Family, Launch, tile_step
 from flashtile.families.fwd_sm80_wide.family import WIDE_KNOBS, WIDE_TILE, slab_bytes
 from flashtile.families.mma_sync import NARROW_LOADS, MmaFamily
-from flashtile.families.steps import ROW_STATS, bias_grid, dsinks, key_grid, preprocess, query_grid
+from flashtile.families.steps import ROW_STATS, bias_grid, dsinks, key_grid, preprocess, query_grid, unowned
 from flashtile.families.tiles import Kernel, Row
 from flashtile.plans.plan import Step
 from flashtile.plans.spec import CallLayout, PlanKey
@@ -62,15 +62,11 @@ class BwdSm80Wide(MmaFamily):
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         assert key.grads is not None
-        steps = [preprocess(key, layout)]
-        if "dsinks" in key.grads:
-            steps.append(dsinks(key))
+        steps = [preprocess(key, layout), *dsinks(key)]
         for kernel, gradient in _GRADIENTS.items():
             if gradient in key.grads:
                 steps.append(self.step(self.select(kernel, key), key, layout))
-        # Keys outside every sequence have no owner
-        zeroed = tuple(name for name in ("dk", "dv", "dbias") if layout.has_lengths and name in key.grads)
-        return Launch(tuple(steps), ROW_STATS, zeroed=zeroed)
+        return Launch(tuple(steps), ROW_STATS, zeroed=unowned(key, layout))
 
     def step(self, row: Row, key: PlanKey, layout: CallLayout) -> Step:
         if row.kernel == _DBIAS:

@@ -12,12 +12,17 @@ from typing import ClassVar
 
 from flashtile.families.base import Family, Launch, tile_step
 from flashtile.families.steps import (
+    ROW_STATS,
     bias_grid,
+    dq_accum,
+    dq_slabs,
     dsinks,
     key_grid,
     mask_bits,
     mask_workspaces,
     sm90_step,
+    unowned,
+    unwanted_keys,
 )
 from flashtile.families.tiles import Kernel, Row
 from flashtile.plans.params import Params
@@ -41,7 +46,7 @@ class BwdSm90Params(ctypes.Structure):
 
 def _tile_bytes(row: Row, num_tiles: int) -> int:
     """Tiles of Q and dO, so many tiles of K and V, what the options take, and the stats of queries."""
-    slabs = _slabs(row.head_dim) + _slabs(row.head_dim_v)
+    slabs = dq_slabs(row.head_dim) + dq_slabs(row.head_dim_v)
     tiles = 128 * slabs * (row["stages"] * row.streamed + num_tiles * row.owned)
     # An empty OptionStorage takes the 16 bytes to the next boundary
     options = option_bytes(row.options, row["bias_stages"], 2) or 16
@@ -112,24 +117,19 @@ class BwdSm90(Family):
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         assert key.grads is not None
         row = self.select("bwd_sm90", key)
-        steps = [sm90_step("bwd_sm90_preprocess", key, layout, _slabs(row.head_dim))]
-        if "dsinks" in key.grads:
-            steps.append(dsinks(key))
+        steps = [sm90_step("bwd_sm90_preprocess", key, layout, dq_slabs(row.head_dim)), *dsinks(key)]
         if key.features.has_bool_mask:
             steps.append(mask_bits(MASK_TILE))
         scratch: tuple[Operand, ...] = ()
         if any(name in key.grads for name in ("dq", "dk", "dv")):
             steps.append(self.step(row, key, layout))
-            # The kernel writes both dK and dV
-            scratch = tuple(Operand(name, like=name[1]) for name in ("dk", "dv") if name not in key.grads)
+            scratch = unwanted_keys(key)
         if "dq" in key.grads:
-            steps.append(sm90_step("bwd_convert_dq", key, layout, _slabs(row.head_dim)))
+            steps.append(sm90_step("bwd_convert_dq", key, layout, dq_slabs(row.head_dim)))
         if "dbias" in key.grads:
             steps.append(self.step(self.select("bwd_sm90_dbias", key), key, layout))
-        # Keys outside every sequence have no owner
-        zeroed = tuple(name for name in ("dk", "dv", "dbias") if layout.has_lengths and name in key.grads)
         workspaces, maps = _workspaces(row, key), _maps(row, layout)
-        return Launch(tuple(steps), workspaces, None, maps, scratch, zeroed, ("bias",), BwdSm90Params)
+        return Launch(tuple(steps), workspaces, None, maps, scratch, unowned(key, layout), ("bias",), BwdSm90Params)
 
     def step(self, row: Row, key: PlanKey, layout: CallLayout) -> Step:
         is_dbias = row.kernel == "bwd_sm90_dbias"
@@ -147,17 +147,10 @@ def option_bytes(features: Features, num_bias_stages: int, num_consumers: int) -
     return found
 
 
-def _slabs(head_dim: int) -> int:
-    """Returns the number of slabs of 64 columns."""
-    return -(-head_dim // 64)
-
-
 def _workspaces(row: Row, key: PlanKey) -> tuple[Workspace, ...]:
-    names = ("score_lse", "delta", "dq_order") if key.is_deterministic else ("score_lse", "delta")
-    stats = tuple(Workspace(name, 4, ("lse_size",)) for name in names)
-    if key.features.has_bool_mask:
-        stats += mask_workspaces(MASK_TILE)
-    return (*stats, Workspace("dq_accum", 256 * _slabs(row.head_dim), ("lse_size",)))
+    order = (Workspace("dq_order", 4, ("lse_size",)),) if key.is_deterministic else ()
+    mask = mask_workspaces(MASK_TILE) if key.features.has_bool_mask else ()
+    return (*ROW_STATS, *order, *mask, dq_accum(row.head_dim))
 
 
 def _maps(row: Row, layout: CallLayout) -> tuple[MapPatch, ...]:

@@ -25,9 +25,9 @@ from flashtile.families.sm90_f32 import (
     pre_pass,
     row_bytes,
 )
-from flashtile.families.steps import ROW_STATS, dsinks, key_grid, preprocess, query_grid
+from flashtile.families.steps import ROW_STATS, dsinks, key_grid, preprocess, query_grid, unowned, unwanted_keys
 from flashtile.families.tiles import Kernel, Knobs, Row, Tile
-from flashtile.plans.plan import Operand, Step
+from flashtile.plans.plan import Step
 from flashtile.plans.spec import CallLayout, PlanKey
 
 _ROWS = 64  # of every tile; of the wide kernels what a block owns
@@ -114,9 +114,7 @@ class BwdSm90F32(Family):
         rows = {kernel: self.select(kernel, key) for kernel in self.kernels}
         # Both kernels read tiles of the same form
         dq_rows = [row for row in rows.values() if _owns_queries(row)]
-        steps = [preprocess(key, layout)]
-        if "dsinks" in key.grads:
-            steps.append(dsinks(key))
+        steps = [preprocess(key, layout), *dsinks(key)]
         if has_keys or has_queries:
             steps += pre_pass(dq_rows, key, layout)
         steps += [
@@ -124,11 +122,8 @@ class BwdSm90F32(Family):
         ]
         if "dbias" in key.grads:
             steps.append(dbias(key, layout))
-        # One kernel writes both dK and dV
-        scratch = tuple(Operand(name, like=name[1]) for name in ("dk", "dv") if has_keys and name not in key.grads)
-        # Keys outside every sequence have no owner, and neither have the scores there
-        unowned = ("dk", "dv", "dbias") if layout.has_lengths else ("dbias",)
-        zeroed = tuple(name for name in unowned if name in key.grads)
+        # Scores outside every sequence have no owner either
+        scratch, zeroed = unwanted_keys(key) if has_keys else (), unowned(key, layout, always=("dbias",))
         has_parts = has_keys or has_queries
         workspaces = ROW_STATS + (part_workspaces(dq_rows, layout, is_backward=True) if has_parts else ())
         return Launch(tuple(steps), workspaces, scratch=scratch, zeroed=zeroed, struct=Sm90F32Params)

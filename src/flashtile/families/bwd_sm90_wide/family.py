@@ -20,6 +20,8 @@ from flashtile.families.steps import (
     mask_workspaces,
     query_grid,
     sm90_step,
+    unowned,
+    unwanted_keys,
 )
 from flashtile.families.tiles import Kernel, Row
 from flashtile.plans.params import Params
@@ -108,23 +110,18 @@ class BwdSm90Wide(Family):
 
     def launch(self, key: PlanKey, layout: CallLayout) -> Launch:
         assert key.grads is not None
-        steps = [sm90_step("bwd_sm90_preprocess", key, layout, 0)]
-        if "dsinks" in key.grads:
-            steps.append(dsinks(key))
+        steps = [sm90_step("bwd_sm90_preprocess", key, layout, 0), *dsinks(key)]
         if key.features.has_bool_mask:
             steps.append(mask_bits(MASK_TILE))
         scratch: tuple[Operand, ...] = ()
         if "dk" in key.grads or "dv" in key.grads:
             steps.append(self.step(self.select("bwd_sm90_dkdv", key), key, layout))
-            # The kernel writes both
-            scratch = tuple(Operand(name, like=name[1]) for name in ("dk", "dv") if name not in key.grads)
+            scratch = unwanted_keys(key)
         row = self.select("bwd_sm90_dq", key)
         if "dq" in key.grads:
             steps.append(self.step(row, key, layout))
-        # Keys outside every sequence have no owner
-        zeroed = tuple(name for name in ("dk", "dv") if layout.has_lengths and name in key.grads)
         workspaces, maps = _workspaces(key), _maps(row, layout)
-        return Launch(tuple(steps), workspaces, None, maps, scratch, zeroed, ("bias",), BwdSm90WideParams)
+        return Launch(tuple(steps), workspaces, None, maps, scratch, unowned(key, layout), ("bias",), BwdSm90WideParams)
 
     def step(self, row: Row, key: PlanKey, layout: CallLayout) -> Step:
         grid = (query_grid if row.kernel == "bwd_sm90_dq" else key_grid)(layout, row.owned)

@@ -290,8 +290,11 @@ struct FwdSm90 {
 
   // ---- Consumer. Scope: warpgroup.
 
-  // Ping-pong: the turn goes round the consumers; each takes one per key tile of a work item, except for the first tile.
-  FT_DEVICE static void signal_next(i32 consumer) { give_turn<Config::kPingPong>((consumer + 1) % Config::kNumConsumers); }
+  // Ping-pong: the turn goes round the consumers; each takes one per key tile of a work item, except for the first
+  // tile.
+  FT_DEVICE static void signal_next(i32 consumer) {
+    give_turn<Config::kPingPong>((consumer + 1) % Config::kNumConsumers);
+  }
 
   // Applies dropout and rounds P to 16 bits.
   FT_DEVICE static void pack_probabilities(const Params& p, const Tile& tile, i32 consumer, i32 j_begin,

@@ -170,7 +170,8 @@ struct FwdSm90F32 {
 
   // ---- Consumer. Scope: warpgroup.
 
-  // Ping-pong: the turn goes round the consumers; each takes one per key tile of a work item, except for the first tile.
+  // Ping-pong: the turn goes round the consumers; each takes one per key tile of a work item, except for the first
+  // tile.
   FT_DEVICE static void signal_next(i32 consumer) { give_turn<kTakesTurns>((consumer + 1) % Config::kNumConsumers); }
 
   // Applies score modifiers and mask to a tile of scores; unscale undoes the scales of Q and K.

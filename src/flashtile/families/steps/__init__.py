@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashtile.plans.params import Params
-from flashtile.plans.plan import Factor, Grid, Step, Workspace
+from flashtile.plans.plan import Factor, Grid, Operand, Step, Workspace
 from flashtile.plans.source import cpp_type, plain_unit
 from flashtile.plans.spec import CallLayout, PlanKey
 
@@ -100,8 +100,34 @@ def sm90_step(kernel: str, key: PlanKey, layout: CallLayout, num_slabs: int) -> 
     return plain_step("bwd_sm90_steps", entry, query_grid(layout, SM90_STEP_ROWS), SM90_STEP_THREADS)
 
 
-def dsinks(key: PlanKey) -> Step:
-    return plain_step("bwd_preprocess", f"bwd_dsinks_kernel<{_sequences(key)}>", (Factor("heads"),), PREPROCESS_THREADS)
+def dq_slabs(head_dim: int) -> int:
+    """Returns the number of slabs of 64 columns."""
+    return -(-head_dim // 64)
+
+
+def dq_accum(head_dim: int) -> Workspace:
+    """Returns the workspace of the sums of dQ, which bwd_convert_dq converts."""
+    return Workspace("dq_accum", 256 * dq_slabs(head_dim), ("lse_size",))
+
+
+def dsinks(key: PlanKey) -> tuple[Step, ...]:
+    """Returns the step after `preprocess` of a call that wants the gradient of the sinks."""
+    if "dsinks" not in (key.grads or ()):
+        return ()
+    entry = f"bwd_dsinks_kernel<{_sequences(key)}>"
+    return (plain_step("bwd_preprocess", entry, (Factor("heads"),), PREPROCESS_THREADS),)
+
+
+def unwanted_keys(key: PlanKey) -> tuple[Operand, ...]:
+    """Returns dK or dV where the call does not want it: outputs of a kernel that writes both."""
+    return tuple(Operand(name, like=name[1]) for name in ("dk", "dv") if name not in (key.grads or ()))
+
+
+def unowned(key: PlanKey, layout: CallLayout, always: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Returns the gradients that kernels do not write everywhere: `always`, and with lengths those of keys, as keys
+    outside every sequence have no owner."""
+    names = ("dk", "dv", "dbias") if layout.has_lengths else always
+    return tuple(name for name in names if name in (key.grads or ()))
 
 
 def _sequences(key: PlanKey) -> str:
