@@ -8,7 +8,6 @@
 #include "device/attn/mask_bits.cuh"
 #include "device/attn/scheduler.cuh"
 #include "device/core/mutation.cuh"
-#include "device/ptx/mbarrier.cuh"
 #include "device/tile/fragment.cuh"
 
 namespace flashtile {
@@ -112,13 +111,5 @@ struct FragmentRows {
     return Config::kPacksHeads ? packed_head[r] : tile.coord.head;
   }
 };
-
-// Waits for a work item and its Q. The lanes leave together: once one of them releases this Q, the producer may
-// overwrite the item before it and complete the next phase, so no lane may still read the one or wait for the other.
-// Scope: warp.
-FT_DEVICE void wait_item(u64& full_q, u32 index) {
-  mbarrier_wait(full_q, index % 2);
-  __syncwarp();
-}
 
 }  // namespace flashtile

@@ -58,4 +58,12 @@ FT_DEVICE void arrive_after_copies(u32 barrier_address) {
 // Releases a stage: one arrival per consumer warp. Scope: warp.
 FT_DEVICE void release_stage(u64& empty) { arrive_warp(empty); }
 
+// Waits for a work item and its Q. The lanes leave together: once one of them releases this Q, the producer may
+// overwrite the item before it and complete the next phase, so no lane may still read the one or wait for the other.
+// Scope: warp.
+FT_DEVICE void wait_item(u64& full_q, u32 index) {
+  mbarrier_wait(full_q, index % 2);
+  __syncwarp();
+}
+
 }  // namespace flashtile
