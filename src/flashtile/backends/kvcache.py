@@ -1,10 +1,11 @@
 """Appends new keys and values to a cache and rotates queries and keys (rotary embedding): the checks, and the
 operations in PyTorch.
 
-The operations serve the CPU, and GPU tensors of dtypes that the kernel does not take (cuda.takes_append). They and the
-kernel, families/steps/append_kv.cuh, give the same bits: `rotate` rounds after each operation, to the same types. A
-change of one is a change of both; tests/gpu/test_kvcache.py compares them. ops.py calls `validate` before every append,
-but `check_values`, which reads lengths on the host, for CPU tensors and under FLASHTILE_CHECK=1 alone.
+ops.py runs the operations on the CPU, and on a GPU where the kernel cannot run: for its dtypes, or as nothing can be
+compiled (cuda.takes_append). They and the kernel, families/steps/append_kv.cuh, give the same bits: `rotate` rounds
+after each operation, to the same types. A change of one is a change of both; tests/gpu/test_kvcache.py compares them.
+ops.py calls `validate` before every append, but `check_values`, which reads lengths on the host, for CPU tensors and
+under FLASHTILE_CHECK=1 alone.
 """
 
 from __future__ import annotations

@@ -109,8 +109,8 @@ def tile_config(
         is_aligned16 and padded_head_dim(shape.head_dim) == padded_head_dim(shape.head_dim_v)
     ):
         # 2-byte elements that cannot be copied 16 bytes at a time pass through registers. Triton 3.6 miscompiles wgmma
-        # products of such tiles, most often if K and V differ in size. It uses wgmma from 64 rows on: of what the block
-        # owns these tiles have 32, which mma.sync multiplies
+        # products of such tiles, most often if K and V differ in size. It uses wgmma for tiles of 64 rows or more,
+        # and mma.sync where what the block owns is 32
         owned = "block_n" if kernel == "bwd_dkdv" else "block_m"
         config = replace(config, num_warps=4, **{owned: 32})
     if kernel == "fwd" and shape.seqlen_q <= 16:

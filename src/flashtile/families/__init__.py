@@ -93,8 +93,9 @@ def find(name: str) -> Family:
     raise value_error("family", repr(name), "one of " + ", ".join(family.name for family in _families))
 
 
-# The order decides ties. decode_sm90 and fwd_sm90_short borrow the times of fwd_sm90, fwd_sm90_f32_direct those of
-# fwd_simt and fwd_sm90_f32 (`timed_as`): they stand before whom they borrow from (tests/cpu/test_families.py)
+# The order breaks ties. A family that uses another family's times (`timed_as`) ties with it and is registered before
+# it: decode_sm90 and fwd_sm90_short before fwd_sm90, fwd_sm90_f32_direct before fwd_simt and fwd_sm90_f32
+# (tests/cpu/test_families.py)
 register(DecodeSm90())
 register(FwdSm90Short())
 register(FwdSm90())

@@ -280,8 +280,8 @@ struct BwdSm80 {
 #pragma unroll
       for (i32 x = 0; x < kColumnsV / 2; ++x) rdV[t][x] = 0.0f;
     }
-    // From sm_90 on the count is kept; before, ptxas would spill it, so every use reads it from shared memory. The two
-    // differ in vector reductions, too: kHasVectorReduction stands for both
+    // On sm_90 and later the count stays in a register. On older GPUs ptxas would spill it, so every use reads it from
+    // shared memory. kHasVectorReduction serves here only as a test for sm_90 or later
     i32 kept_tiles = block.num_tiles();
     auto num_tiles = [&] { return kHasVectorReduction ? kept_tiles : block.num_tiles(); };
     if (num_tiles() > 0) {

@@ -121,8 +121,8 @@ struct FwdSm80F32 : FwdSm80<Config, Mask, BaseScoreMod, Dropout, SeqInfo, KvSour
 
   // ---- Epilogue. Scope: warp.
 
-  // Finishes the softmax, normalises and stores O and lse of an m16 tile. Of a split of the keys it stores the sum of P
-  // V, which is not normalised, m and l.
+  // Finishes the softmax, normalises and stores O and lse of an m16 tile. For a split of the keys it stores the
+  // unnormalised sum of P V, together with m and l.
   FT_DEVICE static void epilogue(const Params& p, const Tile& tile, const Rows& rows, float factor, const float (&m)[2],
                                  const float (&l)[2], const float (&rO)[kOutputs]) {
 #pragma unroll

@@ -1,7 +1,8 @@
 """The providers: our backends by name, and the baselines.
 
-A new baseline is a `build` function and an entry of BASELINES. The default sets of the grids below name it, or leave it
-out; `plots._STYLES` has its colour, without which it is drawn grey.
+To add a baseline, write a `build` function and add an entry to BASELINES. The grids options, float32, cpu and decode
+have default sets of their own below: name it where it should run. `plots._STYLES` has its colour; without one it is
+grey.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ class Run:
             collect(
                 self.console,
                 len(plan.points),
-                lambda say: sweep.rows(lambda point, name: say(f"S={point.seqlen_q}: {name}")),
+                lambda describe: sweep.rows(lambda point, name: describe(f"S={point.seqlen_q}: {name}")),
                 writer.add,
             )
         return writer.rows

@@ -10,7 +10,8 @@ page.js draws the charts from these keys, and reads them by name:
   and `x` by the label of a level)
 - scatter: `x`, `y` (labels of the axes), `choices` (each `label`, `points` with `label`, `colour`, `marker`, `x`, `y`)
 
-Choices and levels are never empty. Beside a colour belongs its dark form, if it needs one: DARK_OF of page.js.
+Choices and levels are never empty. A colour that is hard to see on a dark
+page needs a dark form in DARK_OF of page.js.
 tests/cpu/test_report.py compares the keys with those that page.js reads.
 """
 
