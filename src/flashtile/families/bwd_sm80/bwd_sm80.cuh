@@ -18,7 +18,7 @@
 // Mainloop:  one barrier per query tile. After it Q, dO and the statistics of the tile have arrived, dS of the tile
 //            before is complete, and the stage of the tile before is free. dQ is one tile behind.
 // dQ:        float32 sums in global memory: dq_accum, laid out as steps/bwd_sm90_steps.cuh says.
-// Marks:     mutates(...) plants a fault, mark(...) records a clock (device/core/): ordinary builds have neither.
+// Marks:     planted faults (core/mutation.cuh) and clocks (mark, core/timeline.cuh): ordinary builds have neither.
 #pragma once
 
 #include "device/attn/score_gradient.cuh"
