@@ -475,9 +475,8 @@ def _check_ahead(args: AttentionArgs, append: AppendArgs) -> None:
     if args.q.device.type == "cpu" or is_checking():
         check_values(args)
         rows = args.q.shape[row_axis(append.layout)]
-        num_positions = (
-            rows if kvcache.queries_have_own_positions(args) else min(rows, 1)
-        )  # all queries have the first one
+        # Without positions of their own all queries have the first one
+        num_positions = rows if kvcache.queries_have_own_positions(args) else min(rows, 1)
         kvcache.check_positions(append.cache_seqlens, num_positions, append.rotary_cos)
 
 

@@ -263,12 +263,12 @@ def forward_by_python(args: AttentionArgs) -> tuple[Tensor, Tensor] | tuple[None
     """Any forward pass. Without results where the backend has registered a plan, by which C++ makes the call."""
     described = _described(native.FORWARD, args)
     problem = described or Problem.of(args)
-    if is_checked := described is None and is_checking():
+    if is_checking():
         check_values(args)
         if native.has_plan(native.FORWARD):
             return None, None
     backend = registry.select(problem, args.backend)
-    if (described is not None or is_checked) and backend.plan_forward(args, problem):
+    if described is not None and backend.plan_forward(args, problem):
         return None, None
     out, lse = empty_outputs(args)
     backend.forward(plain_args(args), out, lse)
@@ -304,12 +304,12 @@ def backward_by_python(
     if described is None:
         split_backward((dout, dlse, *args, out, lse, flags))
     needs, problem = GradNeeds(*flags), described or Problem.summary(asked, shape_of(asked))
-    if is_checked := described is None and is_checking():
+    if is_checking():
         check_values(args)
         if native.has_plan(native.BACKWARD):
             return NO_GRADS
     backend = registry.select(problem, args.backend, "backward")
-    if (described is not None or is_checked) and backend.plan_backward(args, problem, needs, dlse is not None):
+    if described is not None and backend.plan_backward(args, problem, needs, dlse is not None):
         return NO_GRADS
     plain = plain_args(args)
     grads = empty_grads(plain, needs)
@@ -320,9 +320,9 @@ def backward_by_python(
 
 
 def _with_grads(args: AttentionArgs, needs: Sequence[bool]) -> AttentionArgs:
-    """The arguments of a backward pass, as selection is told of them."""
-    needs_bias = any(needs[GradNeeds._fields.index("dbias") :][:1])
-    return args._replace(needs_grad=True, needs_bias_grad=args.needs_bias_grad or needs_bias)
+    """The arguments of a backward pass, as selection is told of them. Nobody has checked how many flags there are."""
+    at = GradNeeds._fields.index("dbias")
+    return args._replace(needs_grad=True, needs_bias_grad=args.needs_bias_grad or any(needs[at : at + 1]))
 
 
 def _append_kv(*values: Any) -> None:

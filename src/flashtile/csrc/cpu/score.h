@@ -108,7 +108,7 @@ FT_INLINE real in_score_unit(const Params& p, real x) {
 }
 
 // In float64 scale / softcap may be subnormal, so scores are divided by the softcap one by one. In float32 no softcap
-// comes here that is so large (kernels/params.py: kernel_softcap).
+// comes here that is so large (plans/params.py: kernel_softcap).
 constexpr bool kDividesBySoftcap = sizeof(real) == sizeof(double);
 
 // The factor of a dot product: it gives the score, or the argument of the softcap's tanh (up to the softcap). Q itself

@@ -79,7 +79,7 @@ PyObject* waiting_call(PyObject*, PyObject* args) {
   int pass = 0;
   if (!PyArg_ParseTuple(args, "i", &pass)) return nullptr;
   Request* request = waiting_request(pass);
-  if (request == nullptr || is_checking() || !has_right_tensors(request->options, request->call)) Py_RETURN_NONE;
+  if (request == nullptr || !has_right_tensors(request->options, request->call)) Py_RETURN_NONE;
   const Options& options = request->options;
   const Key& key = request->key;
   const View *tensors = request->call.tensors, &q = tensors[kQ], &k = tensors[kK], &v = tensors[kV];
