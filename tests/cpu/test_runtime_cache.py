@@ -461,12 +461,12 @@ def test_the_key_follows_everything_that_reaches_the_compiler(tmp_path, compilat
     ("text", "is_same"),
     [
         ("", True),
-        ('#include "flashtile/new.cuh"', False),
-        ("#define N <flashtile/new.cuh>\n# include N", False),
+        ('#include "device/new.cuh"', False),
+        ("#define N <device/new.cuh>\n# include N", False),
     ],
 )
 def test_a_header_matters_to_those_that_include_it(tmp_path, text, is_same):
-    header, names = tmp_path / "include" / "flashtile" / "new.cuh", cache._include_names(f"{SOURCE}\n{text}")
+    header, names = tmp_path / "include" / "device" / "new.cuh", cache._include_names(f"{SOURCE}\n{text}")
     header.parent.mkdir()
     header.write_text("int one;")
     before = cache.headers_digest(tmp_path / "include", names)

@@ -285,7 +285,7 @@ def headers_digest(folder: Path, names: frozenset[str]) -> str:
         name = waiting.pop()
         path, more = folder / name, frozenset[str]()
         if name == _ANY:
-            more = frozenset(file.relative_to(folder).as_posix() for file in (folder / "flashtile").rglob("*.cuh"))
+            more = frozenset(file.relative_to(folder).as_posix() for file in folder.rglob("*.cuh"))
         elif path.is_file():
             found[name] = path.read_bytes()
             more = _include_names(found[name].decode())
